@@ -12,12 +12,12 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.core.width import FROM_CONFIG
+from qtk.data.sequences import Sequences
 from qtk.errors import QtkError
 from qtk.kernels.backends import backends
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
 from qtk.workflow.prepare import prepare_model
-from qtk.workflow.sequences import Sequences
 
 __version__ = "0.1.0"
 
@@ -71,7 +71,7 @@ _MODULE_OF = {
     "METHODS": "qtk.layerwise.methods",
     "TRANSFORMS": "qtk.workflow.transforms",
     "BitAssignment": "qtk.auto.bit_assignment",
-    "QatSchedule": "qtk.workflow.qat_schedule",
+    "QatSchedule": "qtk.training.qat_schedule",
     "Quantized": "qtk.auto.quantize",
     "TargetCheck": "qtk.workflow.check_target",
     "apply_adaround": "qtk.workflow.layerwise_methods",
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
     from qtk.layerwise.methods import METHODS
+    from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target
     from qtk.workflow.equalize import equalize_model
@@ -105,7 +106,6 @@ if TYPE_CHECKING:
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
-    from qtk.workflow.qat_schedule import QatSchedule
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
     from qtk.workflow.smooth_quant import apply_smooth_quant
     from qtk.workflow.transforms import TRANSFORMS

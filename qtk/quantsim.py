@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Literal, cast
 from torch import Tensor, nn
 
 from qtk.calibrators.scheme import calibrator, canonical_scheme
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
+from qtk.calls.inputs import split_inputs
+from qtk.calls.states import set_states, states_of
 from qtk.capture.exclusion import exclude_paths
 from qtk.capture.free_shapes import DynamicShapes
-from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
-from qtk.capture.states import set_states, states_of
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.core.settled import Settled
 from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
+from qtk.data.forward_pass import Data, Forward
+from qtk.data.sequences import Reset, Sequences
+from qtk.data.valid_tokens import Valid
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.planning.state_pairs import pair_states
 from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.training.range_training import RangeTraining
 from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
 from qtk.workflow.analysis import Analysis
 from qtk.workflow.encoding_changes import EncodingChanges
-from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_own
-from qtk.workflow.range_training import RangeTraining
-from qtk.workflow.sequences import Reset, Sequences
-from qtk.workflow.valid_tokens import Valid
 
 if TYPE_CHECKING:
     from qtk.report.verdict import Verdict
@@ -207,7 +207,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        from qtk.workflow.calibrate import CalibrationData
+        from qtk.calibration.calibrate import CalibrationData
         from qtk.workflow.compute_encodings import compute_encodings
 
         if reset is not None:

@@ -13,7 +13,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.quantizers.quantizer import Mode, Quantizer
-from tests.workflow.test_learned_ranges import batches, equal_encodings, net, optimizer_of, simulated, train
+from tests.training.test_learned_ranges import batches, equal_encodings, net, optimizer_of, simulated, train
 
 
 class Timm:

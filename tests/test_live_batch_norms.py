@@ -11,7 +11,7 @@ from torch.optim.swa_utils import update_bn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.export.onnx.session import Optimizations, session_with
+from qtk.runtimes.session import Optimizations, session_with
 from qtk.transforms.keep_batch_norms import folded, is_kept
 from tests.transforms.nets import InPython, randomized
 

@@ -38,7 +38,7 @@ from turns import commit, write_csv
 import qtk
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 
 CANDIDATES = 20
 GRANULARITIES = ("per_channel", "128", "64")

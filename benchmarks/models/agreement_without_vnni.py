@@ -17,7 +17,7 @@ import torch
 import qtk
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import build
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 from tests.export.onnx.without_vnni import run_without_vnni
 
 

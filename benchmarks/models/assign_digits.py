@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.auto.matrix_products import matrix_products
 from qtk.auto.widths import FLOAT_BITS
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import build
 from qtk.report.table import Column, Table
-from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
 
 MODELS = ("digits_cnn", "digits_vit", "digits_lstm", "digits_gru")
 

@@ -19,11 +19,11 @@ import timm
 import torch
 
 import qtk
+from qtk.analysis.float_outputs import sqnr_db
 from qtk.auto.bit_assignment import BitAssignment
-from qtk.export.onnx.session import create_session
 from qtk.report.table import Column, Table
-from qtk.workflow.float_outputs import sqnr_db
-from qtk.workflow.latency import median_latencies_ms
+from qtk.runtimes.latency import median_latencies_ms
+from qtk.runtimes.session import create_session
 
 
 def simulated(name: str, x: torch.Tensor) -> qtk.QuantSim:

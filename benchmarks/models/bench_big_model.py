@@ -95,7 +95,7 @@ def child(case: str, output: str, megabytes: int, width: int, folder: Path) -> N
 
 def run_file(folder: Path, sim: object, x: Tensor) -> None:
     """Loads the file in ONNX Runtime and compares it with the simulation, which is freed first."""
-    from qtk.export.onnx.session import create_session
+    from qtk.runtimes.session import create_session
 
     with torch.no_grad():
         expected = sim.model(x)  # type: ignore[attr-defined]

@@ -40,10 +40,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import qtk
-from qtk.export.onnx.executed_nodes import INTEGER, WEIGHTED, computing_kinds, executed_nodes
-from qtk.export.onnx.session import create_session, integer_sums_saturate
 from qtk.report.runtime_nodes import RuntimeNodes
-from qtk.workflow.latency import median_latencies_ms
+from qtk.runtimes.executed_nodes import INTEGER, WEIGHTED, computing_kinds, executed_nodes
+from qtk.runtimes.latency import median_latencies_ms
+from qtk.runtimes.session import create_session, integer_sums_saturate
 
 FLOAT, QTK, STATIC, DYNAMIC = "float", "qtk", "ORT static", "ORT dynamic"
 CALIBRATION_BATCHES = 4

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import qtk
 from qtk.config.load import load_config
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST, PROMPT, STEPS, BATCH = 64, 64, 4, 3, 128, 8, 64, 4
 AXIS = {"granularity": "per_channel", "axis": 1}

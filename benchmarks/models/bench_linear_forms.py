@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 from rich.table import Table
 
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 TOKENS, NARROW, WIDE = 197, 384, 1536
 FORMS = ("MatMul + Add", "Gemm", "Gemm, Q/DQ behind", "Gemm, int32 bias")

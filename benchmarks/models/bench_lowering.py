@@ -35,7 +35,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.export import ExportedProgram
 
 import qtk
-from qtk.workflow.latency import median_latencies_ms
+from qtk.runtimes.latency import median_latencies_ms
 
 FLOAT, X86, XNNPACK = "float, compiled", "x86, compiled", "XNNPACK"
 WAYS = {"float": FLOAT, "x86": X86, "xnnpack": XNNPACK}

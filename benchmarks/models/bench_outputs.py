@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import qtk
-from qtk.export.onnx.session import create_session, integer_sums_saturate
+from qtk.runtimes.session import create_session, integer_sums_saturate
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt", "default")
 PEERS = {"ORT uint8": False, "ORT int8": True}

@@ -27,7 +27,7 @@ from torch import fx, nn
 
 import qtk
 from qtk.export.onnx import qdq
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 INPUTS, LENGTH = 64, 32
 INSIDE_FLOAT = {"version": 1, "rules": [{"match": {"op": "lstm"}, "inside": "float"}]}

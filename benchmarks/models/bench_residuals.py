@@ -21,7 +21,7 @@ import qtk
 from qtk.config.load import load_config
 from qtk.demo.models import DEMO_MODELS
 from qtk.demo.models import build as build_demo
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 
 def main() -> None:

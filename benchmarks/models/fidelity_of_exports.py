@@ -42,9 +42,9 @@ import qtk
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import DEMO_MODELS
 from qtk.demo.models import build as build_demo
-from qtk.export.onnx.session import integer_sums_saturate
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.verdict import EXACT, OFF, ON, Verdict
+from qtk.runtimes.session import integer_sums_saturate
 from qtk.torch_private import pytree
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated

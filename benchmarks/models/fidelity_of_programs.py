@@ -33,7 +33,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import qtk
-from qtk.capture.inputs import split_inputs
+from qtk.calls.inputs import split_inputs
 from qtk.demo.models import DEMO_MODELS
 from qtk.demo.models import build as trained
 from tests.export.test_pt2e import round_scales

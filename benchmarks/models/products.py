@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from qtk.graph.op_table import ROWS, Role
+from qtk.operators.op_table import ROWS, Role
 
 OPERANDS: dict[str, tuple[int, ...]] = {
     "convolution": (0, 1), "mkldnn_convolution": (0, 1), "linear": (0, 1), "mkldnn_linear": (0, 1),

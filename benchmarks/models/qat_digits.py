@@ -28,7 +28,7 @@ from qtk.demo.augment import augmented
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import build
 from qtk.demo.train import top1, train
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 DIGITS = load_digits_split()
 

@@ -33,11 +33,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import qtk
-from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names
+from qtk.calls.inputs import input_leaves
+from qtk.calls.signature import input_names
 from qtk.cli.onnx_file import OnnxFile
 from qtk.errors import ConfigError
-from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
+from qtk.runtimes.openvino_model import OpenVinoModel, has_openvino
 from qtk.torch_private import pytree
 from qtk.workflow.check_target import check_target, runtimes
 from tests.zoo.entry import Entry

@@ -86,7 +86,7 @@ def difference(ours: qtk.QuantSim, theirs: QuantizationSimModel, x: Tensor) -> t
 
 def by_module(file: Path, sim: qtk.QuantSim) -> dict[str, object]:
     """The content of a file of schema 0.6.1, activations by module instead of by tensor."""
-    from qtk.export.tensor_names import tensor_names
+    from qtk.aimet.tensor_names import tensor_names
 
     data, sites = json.loads(file.read_text(encoding="utf-8")), tensor_names(sim.model)
     activations: dict[str, dict[str, dict[str, object]]] = defaultdict(lambda: defaultdict(dict))

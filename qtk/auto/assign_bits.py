@@ -10,14 +10,14 @@ from qtk.auto.bit_assignment import BitAssignment
 from qtk.auto.bit_search import BitSearch
 from qtk.auto.widths import UNITS, Choice, bits_of
 from qtk.core.dtypes import BITS
+from qtk.data.forward_pass import Batch, Forward, in_memory
+from qtk.data.valid_tokens import Valid
 from qtk.errors import ConfigError
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.registry import nearest
-from qtk.workflow.forward_pass import Batch, Forward, in_memory
 from qtk.workflow.rewrite import refuse_kept
 from qtk.workflow.sensitivity import Loss
-from qtk.workflow.valid_tokens import Valid
 
 CHOICES: tuple[Choice, ...] = (4, 8, 16)
 KERNELS: tuple[Choice, ...] = (8, "float")

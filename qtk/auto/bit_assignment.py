@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from qtk.analysis.float_outputs import sqnr_db
 from qtk.atomic import write_file
 from qtk.auto.widths import Choice
 from qtk.config.load import load_config
@@ -17,7 +18,6 @@ from qtk.config.shipped import shipped_names
 from qtk.errors import ExportError
 from qtk.public import public
 from qtk.report.table import Column, Table
-from qtk.workflow.float_outputs import sqnr_db
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from qtk.algorithms.frontier import Frontier, frontier
+from qtk.analysis.float_outputs import FloatOutputs
 from qtk.auto.bit_assignment import Assigned, BitAssignment, MeasuredWidths
 from qtk.auto.latency import LatencyModel, OpLatencies, WholeLatency
 from qtk.auto.matrix_products import MatrixProduct, matrix_products
@@ -30,6 +31,9 @@ from qtk.auto.widths import (
     weights_of,
 )
 from qtk.config.schema import QuantConfig
+from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.data.sequences import Sequences
+from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
 from qtk.graph.footprint import footprint
 from qtk.graph.insert import drop_sites
@@ -38,12 +42,8 @@ from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.quantsim import QuantSim
-from qtk.workflow.float_outputs import FloatOutputs
-from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
 from qtk.workflow.rewrite import replan_simulation
 from qtk.workflow.sensitivity import Loss, sensitivity
-from qtk.workflow.sequences import Sequences
-from qtk.workflow.valid_tokens import Valid
 
 T = TypeVar("T")
 

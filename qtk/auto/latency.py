@@ -18,18 +18,18 @@ from qtk.algorithms.frontier import Term
 from qtk.auto.matrix_products import MatrixProduct, matrix_products, operand_ports
 from qtk.auto.site_rules import SiteRules
 from qtk.auto.widths import Choice, Costs, setting_of
-from qtk.capture.calls import Call
-from qtk.capture.inputs import ExampleInputs, split_inputs
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.config.schema import QuantConfig
 from qtk.errors import CalibrationError, QtkError
 from qtk.export.file_signature import file_inputs
-from qtk.export.onnx.kernel_times import computing_ms
-from qtk.export.onnx.session import create_session
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import ports
 from qtk.quantsim import QuantSim
-from qtk.workflow.latency import median_latencies_ms
+from qtk.runtimes.kernel_times import computing_ms
+from qtk.runtimes.latency import median_latencies_ms
+from qtk.runtimes.session import create_session
 
 TURNS, WHOLE_TURNS = 30, 40
 

@@ -16,11 +16,11 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.op_row import Product
-from qtk.graph.op_table import row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import Port, ports
-from qtk.graph.targets import called_module
+from qtk.operators.op_row import Product
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import called_module
 from qtk.planning.selection import leaders
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import length_hint, pytree

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.auto.choices import Choices
 from qtk.auto.ladder import DYNAMIC, ladder
 from qtk.auto.latency import WholeLatency
@@ -23,6 +24,9 @@ from qtk.auto.trial_log import Measured, TrialLog
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.width import FROM_CONFIG, FromConfig, Width, width_to_json
+from qtk.data.forward_pass import Batch, Forward, in_memory
+from qtk.data.sequences import Sequences
+from qtk.data.valid_tokens import Valid
 from qtk.errors import OUT_OF_MEMORY, CalibrationError, QtkError, first_line
 from qtk.graph.footprint import footprint
 from qtk.nn.eval_mode import evaluating
@@ -30,11 +34,7 @@ from qtk.public import public, runs_model
 from qtk.quantsim import QuantSim
 from qtk.report.account import Account, Trial
 from qtk.torch_private import pytree
-from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
-from qtk.workflow.forward_pass import Batch, Forward, in_memory
 from qtk.workflow.prepare import ExampleInputs, prepare_model
-from qtk.workflow.sequences import Sequences
-from qtk.workflow.valid_tokens import Valid
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
 """A metric of a model, higher is better."""

@@ -14,10 +14,10 @@ from qtk.core.site import Site
 from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import edge_site, ports, value_site
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import row_of
 from qtk.planning.recurrent_profiles import float_step
 from qtk.planning.selection import leaders
 

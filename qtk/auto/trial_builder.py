@@ -13,15 +13,15 @@ from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.width import Width
-from qtk.graph.op_row import Product
-from qtk.graph.op_table import row_of
+from qtk.data.forward_pass import Batch, Forward, run_batch
+from qtk.data.valid_tokens import Valid
+from qtk.operators.op_row import Product
+from qtk.operators.op_table import row_of
 from qtk.quantsim import QuantSim
-from qtk.workflow.forward_pass import Batch, Forward, run_batch
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
 from qtk.workflow.sensitivity import sensitivity
 from qtk.workflow.transforms import transform
-from qtk.workflow.valid_tokens import Valid
 
 MOST = 0.9
 """The share of the multiplications in integers that dynamic quantization must keep to be tried early."""

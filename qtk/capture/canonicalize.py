@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 from qtk.capture.buffer_writes import part_from_buffers
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
-from qtk.capture.train_only import TrainOnly
+from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
-from qtk.graph.targets import MEMBERS, path_of
+from qtk.operators.targets import MEMBERS, path_of
 from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 
 Captured = TypeVar("Captured", bound=CapturedGraph)

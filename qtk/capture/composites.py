@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from torch import fx, nn
 
-from qtk.graph.schema import aten_name, schema_arguments
-from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
+from qtk.operators.schema import aten_name, schema_arguments
+from qtk.operators.targets import called_module
 from qtk.torch_private import OpOverload, rnn_parameter_names
 
 Composite: TypeAlias = Attention | Recurrent | RecurrentCell

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from qtk.graph.sites import OWNER, label
-from qtk.graph.targets import called_module, path_of
+from qtk.operators.targets import called_module, path_of
 from qtk.torch_private import pytree
 
 Pairs: TypeAlias = dict[fx.Node, fx.Node]

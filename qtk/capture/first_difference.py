@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call
-from qtk.capture.inputs import input_leaves
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call
+from qtk.calls.inputs import input_leaves
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import VerificationError

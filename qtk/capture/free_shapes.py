@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 
-from qtk.capture.calls import Call, detached
-from qtk.capture.inputs import is_free
+from qtk.calls.calls import Call, detached
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.served_sizes import Axis
 from qtk.errors import OUT_OF_MEMORY, CaptureError
 from qtk.torch_private import pytree
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from qtk.capture.tree import TABLES, with_islands
 from qtk.graph.captured_graph import is_decided, without_effect
 from qtk.graph.plain_attributes import PlainAttributes
-from qtk.graph.targets import attribute, path_of
+from qtk.operators.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
 
 

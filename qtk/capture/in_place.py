@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from qtk.graph.op_table import row_of
-from qtk.graph.schema import aten_name
+from qtk.operators.op_table import row_of
+from qtk.operators.schema import aten_name
 from qtk.torch_private import OpOverload, schema_of
 
 

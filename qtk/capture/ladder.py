@@ -22,9 +22,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from qtk.capture.call_kind import Kind, call_kind, signature_of
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call, distinct, with_rows
+from qtk.calls.call_kind import Kind, call_kind, signature_of
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call, distinct, with_rows
+from qtk.calls.served_sizes import ServedSizes, axis_text
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
@@ -33,9 +34,8 @@ from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
-from qtk.capture.served_sizes import ServedSizes, axis_text
 from qtk.capture.torch_export import RUNGS, capture
-from qtk.capture.train_only import TrainOnly, as_ops
+from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant

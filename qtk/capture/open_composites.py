@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
+from qtk.calls.inputs import is_free
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.composites import Composite, composite_called
-from qtk.capture.inputs import is_free
 from qtk.capture.torch_export import capture
-from qtk.capture.train_only import TrainOnly, as_ops
+from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import name_sites, value_site
+from qtk.operators.op_table import row_of
 from qtk.torch_private import DropoutBase, has_length_hint, length_hint
 
 DECIDED_BY_DATA = 2

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call, detached, distinct
+from qtk.calls.calls import Call, detached, distinct
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.free_shapes import LeafAxis, leaf_numbers
-from qtk.capture.inputs import is_free
 from qtk.capture.packed_sequences import packing_checked
 from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
-from qtk.capture.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import TorchDispatchMode, pytree, size_guards

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.composites import sequence_composite
 from qtk.capture.holders import hold
 from qtk.capture.prepared_model import PreparedGraph

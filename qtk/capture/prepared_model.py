@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx.graph import PythonCode
 
-from qtk.capture.call_kind import call_kind
-from qtk.capture.calls import Call, cloned
-from qtk.capture.inputs import as_captured, check_inputs, input_leaves
+from qtk.calls.call_kind import call_kind
+from qtk.calls.calls import Call, cloned
+from qtk.calls.inputs import as_captured, check_inputs, input_leaves
+from qtk.calls.served_sizes import ServedSizes
+from qtk.calls.signature import input_names
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
-from qtk.capture.served_sizes import ServedSizes
-from qtk.capture.signature import input_names
 from qtk.capture.untouched import PARENT
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph

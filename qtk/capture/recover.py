@@ -11,16 +11,16 @@ from torch import Tensor, fx, nn
 
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import Holder, free_name, holder, keep_type
-from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.packed_sequences import PAD
-from qtk.capture.train_only import TrainOnly
+from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
+from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
 from qtk.graph.module_stack import module_calls
-from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.train_only import train_only
+from qtk.operators.targets import attribute, path_of
 from qtk.torch_private import BatchNormBase, DropoutBase
 
 

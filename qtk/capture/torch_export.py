@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from qtk.calls.calls import cloned, distinct
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import GIVEN, LATE, STATIC
 from qtk.capture.buffer_writes import assigned_in_place
-from qtk.capture.calls import cloned, distinct
 from qtk.capture.free_shapes import (
     DynamicShapes,
     LeafAxis,
@@ -28,12 +30,10 @@ from qtk.capture.free_shapes import (
     token_axes,
     with_batch_of_two,
 )
-from qtk.capture.inputs import is_free
-from qtk.capture.markers import mark
 from qtk.capture.packed_sequences import packing_as_ops
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.served_sizes import GIVEN, LATE, STATIC
 from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.train_mode.markers import mark
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.capture.call_kind import Kind, call_kind, signature_of
-from qtk.capture.calls import Call, leaves_text
+from qtk.calls.call_kind import Kind, call_kind, signature_of
+from qtk.calls.calls import Call, leaves_text
 from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
 from qtk.capture.free_shapes import DynamicShapes
@@ -21,12 +21,12 @@ from qtk.errors import CaptureError
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.captured_graph import VARIANTS, CapturedGraph
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import OP, OWNER, add_labels, join, label, name_sites, op_kind, value_site
-from qtk.graph.targets import attribute, called_module, path_of
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import attribute, called_module, path_of
 from qtk.torch_private import DropoutBase
 
 ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm)

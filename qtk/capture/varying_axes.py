@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call
+from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.served_sizes import Axis
 from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import pytree

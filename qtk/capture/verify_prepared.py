@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qtk.capture.adopt_drops import adopt_drops
-from qtk.capture.calls import detached
-from qtk.capture.custom_backward import lost_backwards
+from qtk.calls.calls import detached
 from qtk.capture.kept_attributes import noting_changes
+from qtk.capture.train_mode.adopt_drops import adopt_drops
+from qtk.capture.train_mode.custom_backward import lost_backwards
+from qtk.capture.train_mode.without_dropout import WithoutDropout
 from qtk.capture.untouched import untouched
-from qtk.capture.without_dropout import WithoutDropout
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
-from qtk.graph.targets import batch_norm_called, called_module
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.operators.targets import batch_norm_called, called_module
 from qtk.torch_private import branches, pytree
 
 TOLERANCE = 1e-5

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from qtk.cli.imported import called, what_it_did
+from qtk.data.forward_pass import MOST_UNCOUNTED, Batch, length_of, read
 from qtk.errors import ConfigError
-from qtk.workflow.forward_pass import MOST_UNCOUNTED, Batch, length_of, read
 
 MANY_BATCHES = 10_000
 """Batches of an evaluation without a length after which a warning says that it may be endless."""

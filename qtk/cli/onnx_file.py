@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.errors import ExportError
 from qtk.export.file_signature import file_inputs, file_signature
-from qtk.export.onnx.session import open_session
 from qtk.graph.written_buffers import buffer_values
+from qtk.runtimes.session import open_session
 from qtk.torch_private import pytree
 
 

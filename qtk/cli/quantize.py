@@ -26,21 +26,21 @@ from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, Automatic, DataEntry, ModelEntry, Recipe, Setting
 from qtk.cli.results import Results
 from qtk.core.plan import QuantPlan
+from qtk.data.forward_pass import Batch, outputs
+from qtk.data.valid_tokens import ValidTokens
 from qtk.errors import ConfigError, QtkError
-from qtk.export.onnx.session import require_onnxruntime
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.account import Account
 from qtk.report.summary import FLOAT, Score, Summary
+from qtk.runtimes.session import require_onnxruntime
 from qtk.torch_private import pytree
 from qtk.workflow.export import export as export_simulation
 from qtk.workflow.export import onnx_name
-from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.transforms import transform
-from qtk.workflow.valid_tokens import ValidTokens
 
 REPORT, REPORT_BATCHES = "report.html", 4
 """The report of a model in a setting, and the calibration batches that it is measured on."""

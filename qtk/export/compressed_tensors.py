@@ -27,12 +27,12 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
-from qtk.graph.op_table import row_of
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.sites import SITE, label
-from qtk.graph.targets import attribute
 from qtk.numerics.bit_packing import pack_bits, unpack_bits
 from qtk.numerics.codes import codes_of
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import attribute
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 STATE_FILE, CONFIG_FILE = "model.safetensors", "config.json"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from qtk.capture.calls import Call
-from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names, output_nodes
+from qtk.calls.calls import Call
+from qtk.calls.inputs import input_leaves
+from qtk.calls.signature import input_names, output_nodes
 from qtk.core.free_name import unique
 from qtk.graph.written_buffers import buffer_values, written_buffers
 from qtk.torch_private import pytree

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from qtk.capture.inputs import is_free
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.served_sizes import Axis
 
 
 def free_axes(node: fx.Node) -> list[int]:

@@ -25,11 +25,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
+from qtk.calls.inputs import input_leaves
+from qtk.calls.signature import output_nodes
 from qtk.capture.composites import Composite, composite_called
-from qtk.capture.inputs import input_leaves
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.signature import output_nodes
 from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
@@ -43,10 +43,10 @@ from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, has_ops
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
-from qtk.graph.targets import attribute, packed_call
 from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics.codes import codes_of
+from qtk.operators.targets import attribute, packed_call
 from qtk.ops import fake_quantize_float, onnx_form
 from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict

@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from qtk.graph.flow import Flow, maker
-from qtk.graph.op_row import Precision
-from qtk.graph.op_table import IDENTITY
 from qtk.graph.sites import is_float
+from qtk.operators.op_row import Precision
+from qtk.operators.op_table import IDENTITY
 
 
 def absolute_values(graph: fx.Graph, flow: Flow) -> set[fx.Node]:

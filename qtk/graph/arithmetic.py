@@ -11,7 +11,7 @@ from torch import fx, nn
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import batch_norm_called, called_module, kept_batch_norm_called, train_only_called
+from qtk.operators.targets import batch_norm_called, called_module, kept_batch_norm_called, train_only_called
 
 
 def arithmetic_digest(model: nn.Module) -> str:

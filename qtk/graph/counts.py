@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from qtk.graph.flow import Flow, maker
-from qtk.graph.op_row import OpRow, Role
-from qtk.graph.op_table import IDENTITY, INDICES
 from qtk.graph.sites import ports
 from qtk.graph.written_buffers import is_input, is_state, written_buffers
+from qtk.operators.op_row import OpRow, Role
+from qtk.operators.op_table import IDENTITY, INDICES
 
 
 class Nature(enum.Enum):

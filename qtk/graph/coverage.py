@@ -7,7 +7,7 @@ from torch import fx, nn
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 
 
 def coverage(model: nn.Module) -> float | None:

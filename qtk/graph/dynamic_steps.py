@@ -10,9 +10,9 @@ from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs, roots
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.op_table import RECURRENT, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, join, label, value_site
+from qtk.operators.op_table import RECURRENT, row_of
 
 
 def dynamic_steps(simulation: Simulation) -> dict[str, list[Site]]:

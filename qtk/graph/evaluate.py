@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import attribute
 from qtk.graph.written_buffers import is_write
+from qtk.operators.targets import attribute
 from qtk.public import runs_model
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from torch import fx
 
 from qtk.graph.losses import loss_nodes
-from qtk.graph.op_row import OpRow, Role
-from qtk.graph.op_table import row_of
-from qtk.graph.schema import aten_name
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 from qtk.graph.written_buffers import is_input, is_state, is_write
+from qtk.operators.op_row import OpRow, Role
+from qtk.operators.op_table import row_of
+from qtk.operators.schema import aten_name
 
 SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.targets import called_module
+from qtk.operators.targets import called_module
 
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:

@@ -13,10 +13,10 @@ from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.module_stack import MODULE_STACK
-from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
-from qtk.graph.targets import called_module
+from qtk.operators.op_table import CHANNEL_SCALE, row_of
+from qtk.operators.targets import called_module
 from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.quantizers.quantizer import Quantizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from qtk.graph.op_table import row_of
-from qtk.graph.targets import called_module
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import called_module
 
 
 def loss_nodes(graph: fx.Graph) -> set[fx.Node]:

@@ -9,8 +9,8 @@ from torch import fx, nn
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
-from qtk.graph.op_row import Mask, OpRow
 from qtk.graph.sites import value_site
+from qtk.operators.op_row import Mask, OpRow
 
 
 def maskable_sites(model: nn.Module) -> set[Site]:

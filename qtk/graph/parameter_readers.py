@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 from qtk.quantizers.quantizer import Quantizer
 
 

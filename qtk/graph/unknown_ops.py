@@ -9,9 +9,9 @@ from torch import fx, nn
 
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import op_name
 from qtk.graph.sites import EXCLUDED, label
 from qtk.graph.written_buffers import is_write
+from qtk.operators.op_table import op_name
 
 
 def unknown_ops(model: nn.Module) -> tuple[str, ...]:

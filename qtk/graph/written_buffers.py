@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from qtk.graph.targets import attribute, path_of
+from qtk.operators.targets import attribute, path_of
 
 WRITE, READ = torch.ops.aten.copy_.default, torch.ops.aten.clone.default
 

@@ -17,7 +17,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.public import public
 
 MOST_ITERATIONS = 1_000_000

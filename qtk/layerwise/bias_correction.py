@@ -10,7 +10,7 @@ import torch
 from qtk.algorithms.bias_correction import bias_correction
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.public import public
 
 

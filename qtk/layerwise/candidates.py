@@ -19,7 +19,7 @@ from torch import Tensor
 from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.second_moments import SecondMoments
 
 PRIORS = 0.0, 0.01, 0.03, 0.1, 0.3
 """Strengths of the prior that are tried, above the least one."""

@@ -16,7 +16,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState, columns_per_scale
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.public import public
 
 MOST_PASSES = 1000

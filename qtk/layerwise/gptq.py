@@ -10,7 +10,7 @@ from qtk.algorithms.gptq import gptq
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.public import public
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import row_of
-from qtk.layerwise.matrix_rows import MatrixRows
-from qtk.layerwise.stack_use import StackUse
+from qtk.moments.matrix_rows import MatrixRows
+from qtk.moments.stack_use import StackUse
 from qtk.nn.tap import Tap
+from qtk.operators.op_table import row_of
 
 TAPS = "qtk_taps"
 """The submodule of a graph that holds its taps."""

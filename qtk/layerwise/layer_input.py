@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.second_moments import SecondMoments
 
 
 @dataclass(slots=True)

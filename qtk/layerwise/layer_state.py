@@ -13,8 +13,8 @@ from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.affine import expand
 from qtk.numerics.im2col import Geometry, gemm_to_weight, weight_to_gemm
 from qtk.ops.simulate import simulate

@@ -16,8 +16,8 @@ from qtk.layerwise.each_matrix import choose_each
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import PresentValues
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.second_moments import SecondMoments
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.seq_mse import SeqMse
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.registry import Registry, configured
 
 

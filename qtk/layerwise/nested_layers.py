@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.layerwise.input_taps import input_taps
-from qtk.layerwise.matrix_rows import MatrixRows
 from qtk.layerwise.path_evaluator import quantizers_in
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.matrix_rows import MatrixRows
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 

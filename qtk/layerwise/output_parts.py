@@ -10,9 +10,9 @@ from torch import fx
 
 from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import OpRow
 from qtk.graph.sites import Port
-from qtk.layerwise.stack_use import NotALayer
+from qtk.moments.stack_use import NotALayer
+from qtk.operators.op_row import OpRow
 from qtk.torch_private import length_hint
 
 MOST_PARTS = 16

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow, maker
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 
 
 @dataclass(frozen=True, slots=True, eq=False)

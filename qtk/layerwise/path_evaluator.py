@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.targets import attribute, called_module
 from qtk.graph.written_buffers import is_input
 from qtk.layerwise.decisions import decided_as, decides
 from qtk.layerwise.live_values import Values
+from qtk.operators.targets import attribute, called_module
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 

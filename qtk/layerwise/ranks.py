@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 from qtk.observers.ranks import exchanged, several_ranks
 from qtk.observers.row_sample import RowSample

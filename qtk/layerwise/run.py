@@ -10,10 +10,9 @@ from dataclasses import replace
 from torch import nn
 from tqdm import tqdm
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.layerwise.checkpoint import Checkpoint
 from qtk.layerwise.digest import digest
-from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
@@ -23,10 +22,11 @@ from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import Originals
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.report import LayerResult
-from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.starved_matrices import StarvedMatrices
 from qtk.layerwise.walk import Inputs, walk
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.holdout import Holdout
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.nn.device import device_of
 from qtk.observers.ranks import from_first
 

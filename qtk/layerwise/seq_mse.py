@@ -15,7 +15,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState, columns_per_scale
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import candidates
 from qtk.public import public

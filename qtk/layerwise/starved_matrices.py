@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.second_moments import SecondMoments
 
 LISTED = 3
 """Weights that the warning names, and matrices of each."""

@@ -20,29 +20,29 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from qtk.capture.calls import Call, leaves_text
-from qtk.capture.inputs import input_leaves
+from qtk.calls.calls import Call, leaves_text
+from qtk.calls.inputs import input_leaves
+from qtk.calls.token_inputs import Unmasked
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.token_inputs import Unmasked
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.op_table import row_of
-from qtk.graph.targets import called_module
 from qtk.graph.written_buffers import read_values
-from qtk.layerwise.batch_rows import BatchRows, samples_of
-from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.live_values import LiveValues, Offload, Values
-from qtk.layerwise.matrix_rows import MatrixRows
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
-from qtk.layerwise.stack_use import StackUse
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.moments.batch_rows import BatchRows, samples_of
+from qtk.moments.holdout import Holdout
+from qtk.moments.matrix_rows import MatrixRows
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
+from qtk.moments.stack_use import StackUse
 from qtk.numerics.im2col import Geometry, weight_to_gemm
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import called_module
 from qtk.public import NOT_OURS, raised_by_us
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]

@@ -11,15 +11,15 @@ from qtk.core.plan import QuantPlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.op_row import OpRow, Product
-from qtk.graph.op_table import op_name, row_of
-from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
-from qtk.graph.targets import attribute
 from qtk.layerwise.output_parts import Use, output_parts
 from qtk.layerwise.parameter_view import ParameterView, parameter_view
-from qtk.layerwise.stack_use import NotALayer, StackUse, stack_use
+from qtk.moments.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.im2col import Geometry
+from qtk.operators.op_row import OpRow, Product
+from qtk.operators.op_table import op_name, row_of
+from qtk.operators.schema import schema_arguments
+from qtk.operators.targets import attribute
 from qtk.quantizers.quantizer import Quantizer
 
 

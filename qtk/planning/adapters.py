@@ -11,8 +11,8 @@ import math
 from torch import fx
 
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import OpRow
 from qtk.graph.sites import ports
+from qtk.operators.op_row import OpRow
 
 SUMS, SCALINGS = frozenset({"add"}), frozenset({"mul", "div"})
 

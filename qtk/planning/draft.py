@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
-from qtk.capture.inputs import is_free
+from qtk.calls.inputs import is_free
 from qtk.config.schema import Io
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.granularity import PerChannel
@@ -20,9 +20,9 @@ from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, is_result, maker
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import RECURRENT, op_name
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import RECURRENT, op_name
 from qtk.planning.adapters import adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import Feeds

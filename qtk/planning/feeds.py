@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import Feeding, OpRow
-from qtk.graph.op_table import PYTHON, ROWS
+from qtk.operators.op_row import Feeding, OpRow
+from qtk.operators.op_table import PYTHON, ROWS
 from qtk.planning.patterns import PatternMatch
 
 LARGEST = frozenset(row.kind for row in ROWS.values() if row.feeding is Feeding.LARGEST)

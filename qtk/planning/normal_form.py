@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.graph.op_table import IDENTITY, SPLIT, row_of
-from qtk.graph.schema import aten_name, named_arguments
 from qtk.graph.sites import is_float
 from qtk.graph.written_buffers import is_state
+from qtk.operators.op_table import IDENTITY, SPLIT, row_of
+from qtk.operators.schema import aten_name, named_arguments
 
 ATEN = torch.ops.aten
 

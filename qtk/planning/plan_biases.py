@@ -12,9 +12,9 @@ from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.graph.flow import maker
-from qtk.graph.op_row import OpRow
-from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port, edge_site, value_site
+from qtk.operators.op_row import OpRow
+from qtk.operators.schema import schema_arguments
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft
 

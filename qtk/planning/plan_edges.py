@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from qtk.graph.flow import maker
-from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
+from qtk.operators.op_row import OpRow, Role
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, agrees
 

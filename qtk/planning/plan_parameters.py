@@ -9,8 +9,8 @@ from torch import fx
 from qtk.core.dtypes import INT32
 from qtk.core.plan import SitePlan
 from qtk.errors import SpecError
-from qtk.graph.op_row import Role
 from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
+from qtk.operators.op_row import Role
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, TensorRole
 from qtk.planning.patterns import PatternMatch

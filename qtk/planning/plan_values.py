@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from qtk.graph.flow import is_result, maker
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import exclusion, is_float
 from qtk.graph.written_buffers import is_input
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import CHANNEL_SCALE, op_name
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
 

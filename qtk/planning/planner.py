@@ -53,8 +53,8 @@ from qtk.core.site import Site
 from qtk.core.width import Width
 from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.op_table import OP_NAMES, PYTHON, op_name
 from qtk.graph.sites import OWNER, label, ports, value_site
+from qtk.operators.op_table import OP_NAMES, PYTHON, op_name
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases

@@ -21,9 +21,9 @@ from torch import fx
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.dtypes import FloatDtype, dtype
-from qtk.graph.op_table import RECURRENT
 from qtk.graph.sites import COMPOSITE, OWNER, label
 from qtk.nn.recurrent_cells import CELL_STATES, PARTIAL_PRODUCTS, SUMS
+from qtk.operators.op_table import RECURRENT
 from qtk.planning.decision import Decision
 
 Profile: TypeAlias = Literal["int8", "int16_state", "float", "dynamic"]

@@ -19,9 +19,9 @@ from qtk.core.spec import QuantSpec
 from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
-from qtk.graph.op_table import PYTHON
 from qtk.graph.sites import COMPOSITE, OWNER, join, label, value_site
 from qtk.graph.written_buffers import is_input
+from qtk.operators.op_table import PYTHON
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from qtk.capture.signature import input_nodes, output_nodes
-from qtk.capture.states import returned_states, states_of
+from qtk.calls.signature import input_nodes, output_nodes
+from qtk.calls.states import returned_states, states_of
 from qtk.core.granularity import PerChannel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
@@ -18,9 +18,9 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.sites import value_site
-from qtk.graph.targets import attribute, called_module
 from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.recurrent import Recurrent, RecurrentCell
+from qtk.operators.targets import attribute, called_module
 
 
 def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import fx
 
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import Mask
+from qtk.operators.op_row import Mask
 from qtk.planning.patterns import PatternMatch
 
 Pattern: TypeAlias = Sequence[str | tuple[str, ...]]

@@ -46,7 +46,7 @@ class Circumstances:
         has_minifloats: whether the file holds float8 values.
         is_half: whether the model computes in float16.
         random_inputs: whether the inputs were random values, on which a model is more sensitive than on data.
-        tolerance_db: the SQNR that a right file may have on the data (``qtk.workflow.tolerance``).
+        tolerance_db: the SQNR that a right file may have on the data (``qtk.runtimes.tolerance``).
         reference: what computed the values that the runs are compared with.
     """
 
@@ -88,7 +88,7 @@ def is_close(difference: Difference, tolerance_db: float = HIGH_SQNR_DB) -> bool
 
     Args:
         difference: of the values from the simulation's.
-        tolerance_db: the SQNR that a right file may have (``qtk.workflow.tolerance``), where that is lower.
+        tolerance_db: the SQNR that a right file may have (``qtk.runtimes.tolerance``), where that is lower.
 
     >>> close = Difference("y", elements=20, differing=0.05, beyond_one_step=0.05, max_difference=1, max_steps=2,
     ...                    sqnr_db=30.0)

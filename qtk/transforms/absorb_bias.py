@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.algorithms.equalization import absorbed_bias
+from qtk.channels.channel_scales import ChannelScales, WeightedInput, WeightedOutput
 from qtk.graph.graphs import graphs
-from qtk.graph.op_row import Product
-from qtk.graph.op_table import row_of
-from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import value_site
-from qtk.graph.targets import attribute
-from qtk.transforms.channel_scales import ChannelScales, WeightedInput, WeightedOutput
+from qtk.operators.op_row import Product
+from qtk.operators.op_table import row_of
+from qtk.operators.schema import schema_arguments
+from qtk.operators.targets import attribute
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import GraphEditor
 from qtk.transforms.members import Members

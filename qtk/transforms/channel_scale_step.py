@@ -11,9 +11,9 @@ from qtk.capture.holders import holder
 from qtk.core.free_name import free_name
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.sites import GRAPH_PATH, OP, OWNER, add_labels, label
 from qtk.nn.channel_scale import ChannelScale
+from qtk.operators.op_table import CHANNEL_SCALE, row_of
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
 from qtk.transforms.steps import State
 

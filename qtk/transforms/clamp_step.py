@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.holders import holder
+from qtk.channels.channel_scales import ChannelScales, ClampedValue
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join, value_site
-from qtk.graph.targets import attribute, called_module
 from qtk.nn.channel_clamp import ChannelClamp
-from qtk.transforms.channel_scales import ChannelScales, ClampedValue
+from qtk.operators.targets import attribute, called_module
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
 from qtk.transforms.members import Members
 from qtk.transforms.steps import State

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from qtk.algorithms.equalization import LayerMagnitudes, equalize
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
-from qtk.graph.op_table import row_of
+from qtk.channels.channel_scales import ChannelScales, WeightedOutput
+from qtk.operators.op_table import row_of
 from qtk.transforms.absorb_bias import Statistics, absorbable_biases, folded_statistics
-from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
 from qtk.transforms.clamp_step import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
 from qtk.transforms.members import Members

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from qtk.capture.holders import forget_type
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.op_row import Product
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import join
-from qtk.graph.targets import attribute
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.scale_shift import ScaleShift
+from qtk.operators.op_row import Product
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import attribute
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside, erase, read_parameter, weight_parameter
 from qtk.transforms.steps import State
 from qtk.transforms.weight_layout import along_inputs, along_outputs, summed_per_output

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.members import Members

@@ -10,9 +10,9 @@ from qtk.capture.holders import free_name, holder
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import join, value_site
-from qtk.graph.targets import attribute
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import attribute
 from qtk.transforms.members import Members
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.algorithms.smooth_quant import at
+from qtk.channels.channel_scales import WeightedInput
 from qtk.core.plan import SitePlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import op_name
 from qtk.graph.sites import OWNER, join, label, value_site
-from qtk.graph.targets import attribute
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import op_name
+from qtk.operators.targets import attribute
 from qtk.transforms.channel_scale_step import InsertChannelScale
-from qtk.transforms.channel_scales import WeightedInput
 from qtk.transforms.members import Members
 from qtk.transforms.steps import ScaleParameter, Step
 

@@ -12,10 +12,7 @@ from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.module_stack import MODULE_STACK
-from qtk.graph.op_row import Product
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import set_value_site, value_site
-from qtk.graph.targets import batch_norm_called, kept_batch_norm_called
 from qtk.nn.batch_norm import batch_norm
 from qtk.nn.kept_batch_norm import (
     bias_in_use,
@@ -29,6 +26,9 @@ from qtk.nn.kept_batch_norm import (
     unscaled_weight,
     weight_in_use,
 )
+from qtk.operators.op_row import Product
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import batch_norm_called, kept_batch_norm_called
 from qtk.quantizers.quantizer import Quantizer
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Layer, give_bias
 from qtk.transforms.graph_editor import GraphEditor, weight_parameter

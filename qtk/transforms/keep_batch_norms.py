@@ -16,14 +16,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import insert, remove
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import value_site
-from qtk.graph.targets import kept_batch_norm_called
+from qtk.operators.targets import kept_batch_norm_called
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, owner_of
 from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites, unread
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.core.site import Site
 from qtk.transforms.reference import Reference

@@ -10,19 +10,19 @@ from torch import Tensor, fx
 from qtk.algorithms.smooth_quant import Product, SmoothedInput, SmoothedSite
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
+from qtk.channels.channel_scales import WeightedInput
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.spec import QuantSpec
 from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import Product as ProductKind
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import edge_site, ports, value_site
-from qtk.graph.targets import attribute
 from qtk.numerics.ranges import choose_range
+from qtk.operators.op_row import Product as ProductKind
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import attribute
 from qtk.ops.simulate import simulate, simulate_dynamic
-from qtk.transforms.channel_scales import WeightedInput
 from qtk.transforms.input_statistics import InputStatistics, Sampling
 
 

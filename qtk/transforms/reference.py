@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from qtk.capture.calls import Call, detached
+from qtk.calls.calls import Call, detached
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.verify_prepared import eval_outcome
 from qtk.torch_private import pytree

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, SmoothedSite, output_error, search, smoothing_scale
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
+from qtk.channels.channel_scales import ChannelScales, WeightedInput
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import edge_site, ports, value_site
-from qtk.transforms.channel_scales import ChannelScales, WeightedInput
 from qtk.transforms.input_statistics import InputStatistics, Sampling, TappedValue, gathering
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
 from qtk.transforms.members import Members

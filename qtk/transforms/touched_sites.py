@@ -9,8 +9,8 @@ from torch import fx, nn
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import edge_site, ports, value_site
-from qtk.graph.targets import attribute
 from qtk.graph.written_buffers import is_input
+from qtk.operators.targets import attribute
 from qtk.transforms.members import Members
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qtk.graph.op_row import Product
 from qtk.nn.kept_batch_norm import along_channels
+from qtk.operators.op_row import Product
 
 
 def along_outputs(values: Tensor, shape: tuple[int, ...], product: Product, groups: int = 1) -> Tensor:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from qtk.data.forward_pass import Batch, Forward
+from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.report.account import Account
-from qtk.workflow.forward_pass import Batch, Forward
-from qtk.workflow.valid_tokens import Valid
 
 if TYPE_CHECKING:
     from qtk.report.drift import Drift

@@ -15,7 +15,7 @@ from qtk.graph.insert import QUANTIZERS
 from qtk.graph.module_stack import module_calls
 from qtk.graph.simulation import HasSimulation
 from qtk.graph.sites import prefixes
-from qtk.graph.targets import attribute, called_module
+from qtk.operators.targets import attribute, called_module
 from qtk.public import public
 from qtk.registry import nearest
 

@@ -18,9 +18,9 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError, EncodingError, ExportError
 from qtk.export import encodings_json, pt2e_contents
 from qtk.export.quantized_file import FileTensor, QuantizedFile, TensorRole
-from qtk.export.rule_check import Violation, is_checked, unchecked_fields, violations
 from qtk.public import public
 from qtk.registry import did_you_mean
+from qtk.runtimes.rule_check import Violation, is_checked, unchecked_fields, violations
 
 SUFFIXES: dict[str, FileFormat] = {".onnx": "onnx", ".pt2": "pt2e", ".json": "encodings"}
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.data.rolled_states import written_places
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
 from qtk.layerwise.float_weights import FloatWeights
@@ -21,9 +24,6 @@ from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.site_errors import SiteError, SiteErrors
-from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
-from qtk.workflow.rolled_states import written_places
-from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 
 @dataclass(slots=True)

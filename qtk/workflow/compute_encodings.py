@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
+from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.calibration.uneven_merges import UnevenValues, uneven_values
+from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
+from qtk.calibration.width_check import SiteSamples, warn_of_unheld
 from qtk.config.load import precise_in
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.graph.simulation import Simulation
 from qtk.observers.ranks import exchanged, several_ranks
-from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.dropped_sites import dropped_sites_back
 from qtk.workflow.rewrite import Configurable, replan_simulation
-from qtk.workflow.uneven_merges import UnevenValues, uneven_values
-from qtk.workflow.unheld_steps import unheld_steps, with_float_steps
-from qtk.workflow.width_check import SiteSamples, warn_of_unheld
 
 
 def compute_encodings(

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from qtk.capture.states import states_of
+from qtk.calls.states import states_of
+from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.data.rolled_states import NAME_STATES, written_places
+from qtk.data.sequences import like
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
@@ -16,9 +19,6 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.report.drift import Drift
 from qtk.torch_private import pytree
-from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
-from qtk.workflow.rolled_states import NAME_STATES, written_places
-from qtk.workflow.sequences import like
 
 
 def drift(

@@ -14,13 +14,17 @@ from typing import TypeAlias
 import torch
 from torch import fx, nn
 
+from qtk.aimet import encodings_aimet
+from qtk.aimet.fields import NamedEncoding
+from qtk.aimet.named_encodings import named_encodings
+from qtk.aimet.tensor_names import tensor_names
 from qtk.atomic import staged_directory
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call, with_rows
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call, with_rows
+from qtk.calls.inputs import ExampleInputs, split_inputs
+from qtk.calls.signature import values_of
+from qtk.calls.states import states_of
 from qtk.capture.exclusion import excluded_modules
-from qtk.capture.inputs import ExampleInputs, split_inputs
-from qtk.capture.signature import values_of
-from qtk.capture.states import states_of
 from qtk.capture.tracing_lock import TRACING
 from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
@@ -29,13 +33,10 @@ from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export import compressed_tensors, encodings_aimet, encodings_json, pt2e
-from qtk.export.aimet.fields import NamedEncoding
+from qtk.export import compressed_tensors, encodings_json, pt2e
 from qtk.export.file_names import file_stem
-from qtk.export.named_encodings import named_encodings
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
-from qtk.export.tensor_names import tensor_names
 from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
@@ -231,7 +232,9 @@ def _onnx(
                           "it out")
     try:
         # loaded here: onnx is an extra, and slow to import
-        from qtk.export.onnx import float_inputs, qdq, saturation, session
+        from qtk.export.onnx import qdq
+        from qtk.export.onnx.onnxruntime import float_inputs
+        from qtk.runtimes import saturation, session
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)

@@ -11,10 +11,14 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, distributed, nn  # noqa: F401  the examples use it
 
+from qtk.calibration.calibrate import parameter_encodings
+from qtk.calibration.scale_floor import raise_scales
 from qtk.capture.tracing_lock import TRACING
+from qtk.data.forward_pass import Data, Forward
+from qtk.data.recorded_calls import recorded_calls
+from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
-from qtk.layerwise.holdout import Holdout, holdout_of
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod, method
@@ -23,17 +27,13 @@ from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.walk import Inputs
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
+from qtk.moments.holdout import Holdout, holdout_of
 from qtk.nn.eval_mode import evaluating
 from qtk.observers.ranks import agree, exchanged, several_ranks
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
-from qtk.workflow.calibrate import parameter_encodings
-from qtk.workflow.forward_pass import Data, Forward
-from qtk.workflow.recorded_calls import recorded_calls
 from qtk.workflow.rewrite import refuse_kept
-from qtk.workflow.scale_floor import raise_scales
-from qtk.workflow.valid_tokens import Valid
 
 LEFT = 0.1
 """Share of the parameters left as they are from which a warning is due."""

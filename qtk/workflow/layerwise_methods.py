@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch  # noqa: F401  the examples use it
 from torch import nn  # noqa: F401  the examples use it
 
+from qtk.data.forward_pass import Data, Forward
+from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import HasSimulation
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
@@ -19,9 +21,7 @@ from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.walk import Inputs
 from qtk.public import public
-from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.layerwise import apply_layerwise
-from qtk.workflow.valid_tokens import Valid
 
 
 @public

@@ -11,18 +11,18 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+from qtk.aimet import encodings_aimet, onnx_names
+from qtk.aimet.encodings_aimet import StoredRecord
+from qtk.aimet.named_encodings import site_shapes
+from qtk.aimet.tensor_names import tensor_names
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor, Shape
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
-from qtk.export import encodings_aimet, encodings_json
-from qtk.export.aimet import onnx_names
-from qtk.export.encodings_aimet import StoredRecord
+from qtk.export import encodings_json
 from qtk.export.file_signature import file_signature
-from qtk.export.named_encodings import site_shapes
-from qtk.export.tensor_names import tensor_names
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.insert import drop_sites
 from qtk.graph.simulation import Simulation
@@ -255,7 +255,7 @@ class _Beside:
         try:
             import onnx_ir as ir  # an extra
 
-            from qtk.export.aimet.onnx_scopes import exported_names
+            from qtk.aimet.onnx_scopes import exported_names
         except ImportError:
             return cls()
         try:

@@ -24,11 +24,11 @@ from qtk.graph.insert import quantizer_nodes
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, label
-from qtk.graph.targets import attribute, kept_batch_norm_called
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics import minifloat
 from qtk.numerics.bit_packing import pack_bits, packed_bytes, unpack_bits
 from qtk.numerics.codes import codes_of, storage_dtype, values_of
+from qtk.operators.targets import attribute, kept_batch_norm_called
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import pytree
 

@@ -14,7 +14,7 @@ from qtk.graph.simulation import Simulation
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.planning.selection import leaders
-from qtk.workflow.learned_ranges import fix_ranges
+from qtk.training.learned_ranges import fix_ranges
 
 
 def set_range(simulation: Simulation, names: str, low: float, high: float) -> None:

@@ -12,21 +12,21 @@ from torch import Tensor, fx, nn
 
 from qtk.core.granularity import PerChannel
 from qtk.core.site import Site
+from qtk.data.forward_pass import Data, Forward, run_all
 from qtk.errors import CalibrationError, NotCalibratedError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
-from qtk.graph.targets import attribute, batch_norm_called, kept_batch_norm_called
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.kept_batch_norm import by_channels
+from qtk.operators.targets import attribute, batch_norm_called, kept_batch_norm_called
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import BatchNormBase
 from qtk.transforms.keep_batch_norm_step import unfolded_targets, weight_quantizer
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
-from qtk.workflow.forward_pass import Data, Forward, run_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.atomic import write_file
-from qtk.capture.states import states_of
+from qtk.calls.states import states_of
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
+from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ExportError
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
@@ -27,10 +30,7 @@ from qtk.report.page import ChannelRanges, Contents, decibels_text, page, requir
 from qtk.report.svg import Histogram
 from qtk.workflow.compare import compare
 from qtk.workflow.drift import drift
-from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
-from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
-from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 T = TypeVar("T")
 

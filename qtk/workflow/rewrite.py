@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan

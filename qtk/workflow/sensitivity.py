@@ -14,7 +14,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qtk.analysis.error_gradients import ErrorGradients
 from qtk.core.site import Site
+from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.data.rolled_states import written_places
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
@@ -26,10 +30,6 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import nearest
 from qtk.report.sensitivities import Sensitivities, Sensitivity
 from qtk.torch_private import pytree
-from qtk.workflow.error_gradients import ErrorGradients
-from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
-from qtk.workflow.rolled_states import written_places
-from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 Loss: TypeAlias = Callable[[object, Batch], Tensor | float]
 """A function of what the model returns and the batch, the lower the better."""

@@ -6,16 +6,16 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
+from qtk.channels.channel_scales import ChannelScales
+from qtk.data.forward_pass import Data, Forward, run_all
 from qtk.errors import CalibrationError, ConfigError
 from qtk.observers.ranks import several_ranks
 from qtk.public import public
-from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.smooth_quant import SmoothQuant
-from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.rewrite import Rewritable, refuse_fixed, refuse_kept, rewrite_simulation
 
 Alpha: TypeAlias = float | Literal["auto"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from qtk.data.forward_pass import Data, Forward
 from qtk.public import public
 from qtk.registry import Registry, configured
 from qtk.transforms.result import TransformResult
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.fold_batch_norms import fold_batch_norms
-from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.rewrite import Rewritable
 from qtk.workflow.smooth_quant import apply_smooth_quant, migration_strength
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call
-from qtk.capture.signature import input_names, values_of
+from qtk.analysis.simulated_values import Reference, SimulatedValues, step_of
+from qtk.calls.calls import Call
+from qtk.calls.signature import input_names, values_of
 from qtk.core.dtypes import FloatDtype
+from qtk.data.forward_pass import Data, Forward, run_all
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ExportError
 from qtk.export.file_signature import file_inputs, file_outputs, file_signature
-from qtk.export.onnx.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
@@ -26,12 +28,10 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
 from qtk.report.verdict import Finding, Level, Verdict
+from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
+from qtk.runtimes.tolerance import tensor_outputs, tolerance_db
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
-from qtk.workflow.forward_pass import Data, Forward, run_all
-from qtk.workflow.simulated_values import Reference, SimulatedValues, step_of
-from qtk.workflow.tolerance import tensor_outputs, tolerance_db
-from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 SIMULATION = "the simulation"
 TURNS = 30
@@ -132,7 +132,7 @@ def _verdict(
 
 def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verdict, ...]) -> Verdict:
     """The verdict on several files together."""
-    from qtk.workflow.file_runs import merged_runs
+    from qtk.runtimes.file_runs import merged_runs
 
     runs = merged_runs([witness.files for witness in witnesses])
     findings = tuple(
@@ -149,7 +149,7 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
 
 def _circumstances(graph: CapturedGraph, file: Path, runtime: str) -> Circumstances:
     """What the file of a simulated graph is, and where it runs."""
-    from qtk.export.onnx.saturation import saturating_weights  # loaded here: slow to import
+    from qtk.runtimes.saturation import saturating_weights  # loaded here: slow to import
 
     has_minifloats = any(
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
@@ -193,7 +193,7 @@ class _Witness:
     def __init__(
         self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str], tokens: ValidTokens, threads: int | None
     ) -> None:
-        from qtk.workflow.file_runs import FileRuns
+        from qtk.runtimes.file_runs import FileRuns
 
         self.graph, self.path, self.tokens = graph, path, tokens
         self.first_counted: list[Tensor | None] = []

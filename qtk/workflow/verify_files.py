@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qtk.analysis.simulated_values import Reference
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.data.forward_pass import read
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import file_states
-from qtk.export.onnx.saturation import saturating_weights
-from qtk.export.onnx.session import integer_sums_saturate, require_onnxruntime
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics.affine import expand
 from qtk.public import public
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
+from qtk.runtimes.file_runs import FileRuns
+from qtk.runtimes.saturation import saturating_weights
+from qtk.runtimes.session import integer_sums_saturate, require_onnxruntime
 from qtk.torch_private import pytree
-from qtk.workflow.file_runs import FileRuns
-from qtk.workflow.forward_pass import read
-from qtk.workflow.simulated_values import Reference
 from qtk.workflow.verify_export import TURNS, check_runtime, check_timing, float_file, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from qtk.algorithms.bias_correction import bias_correction
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry, weight_to_gemm
 
 LAYERS = {

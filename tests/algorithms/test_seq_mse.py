@@ -9,8 +9,8 @@ from qtk.algorithms.seq_mse import ScaleCandidates, SearchResult, refine_jointly
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry, gemm_to_weight, im2col, weight_to_gemm
 
 CANDIDATES = 12

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HOT = (
     "core/encoding.py", "core/transfer.py", "quantizers/*.py", "observers/*.py", "calibrators/*.py", "ops/*.py",
-    "kernels/gpu/*.py", "numerics/*.py", "nn/*.py", "workflow/calibrate.py", "workflow/check.py",
-    "workflow/forward_pass.py", "workflow/learned_ranges.py", "workflow/local_gradients.py", "workflow/qat_schedule.py",
-    "workflow/range_training.py", "workflow/scale_floor.py", "workflow/valid_tokens.py",
+    "kernels/gpu/*.py", "numerics/*.py", "nn/*.py", "calibration/calibrate.py", "workflow/check.py",
+    "data/forward_pass.py", "training/learned_ranges.py", "calibration/local_gradients.py", "training/qat_schedule.py",
+    "training/range_training.py", "calibration/scale_floor.py", "data/valid_tokens.py",
 )
 METHODS = {
     "item",
@@ -104,11 +104,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "float(host[1])": "as float(host[0])",
     },
     "quantizers/original.py": {"tensor.detach().to('cpu', copy=True)": "once a layer that a layer-wise method changes"},
-    "workflow/calibrate.py": {
+    "calibration/calibrate.py": {
         "bool(((low < lower - slack) | (high > upper + slack)).any())": "once a site whose bounds the config gives",
     },
-    "workflow/scale_floor.py": {"torch.equal(scale, encoding.scale)": "on the CPU, where all were sent together"},
-    "workflow/valid_tokens.py": {
+    "calibration/scale_floor.py": {"torch.equal(scale, encoding.scale)": "on the CPU, where all were sent together"},
+    "data/valid_tokens.py": {
         "bool(((mask == 0) | (mask == 1)).all())": "with valid=… alone, of a mask that is not bool; which rows count "
                                                    "depends on it anyway",
     },

@@ -32,7 +32,7 @@ RULES = (
     Rule(r"\bq?scheme_name\b|\bqscheme\b", "scheme"),
     Rule(r"\bqparams\b", "scale and zero_point"),
     Rule(r"\b(bitwidth|bit_width|bw)\b", "bits", (
-        "qtk/export/aimet/schema_0_6_1.py", "qtk/export/aimet/schema_1_0_0.py", "qtk/config/aimet.py")),
+        "qtk/aimet/schema_0_6_1.py", "qtk/aimet/schema_1_0_0.py", "qtk/config/aimet.py")),
     Rule(r"\bgroup_size\b", "block_size", ("qtk/export/compressed_tensors.py",)),
     Rule(r"\bacting (scale|zero point)|acting_(scale|zero_point)", "effective scale, effective_zero_point"),
     Rule(r"\bmade_up_for\b|\b(make|makes|made|making) up for\b",

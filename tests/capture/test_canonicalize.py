@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from qtk.calls.inputs import split_inputs
 from qtk.capture.canonicalize import canonicalize
-from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.capture.torch_export import capture
 from tests.zoo.models import ZOO

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from qtk.calls.calls import Call
 from qtk.capture import ladder
-from qtk.capture.calls import Call
 from qtk.capture.first_difference import first_difference
 from qtk.capture.ladder import capture_graph
 from qtk.errors import CaptureError

@@ -7,7 +7,7 @@ from torch import fx, nn
 import qtk
 from qtk.capture.holders import free_name, hold, hold_constants, holder
 from qtk.errors import CaptureError
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 
 
 class Net(nn.Module):

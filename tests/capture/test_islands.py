@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call
-from qtk.capture.inputs import split_inputs
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call
+from qtk.calls.inputs import split_inputs
 from qtk.core.granularity import PerChannel
 from qtk.errors import CaptureError, ConfigError, NotCalibratedError
 from qtk.graph.graphs import graphs, roots

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from qtk.calls.call_recording import record_calls
+from qtk.calls.calls import Call
 from qtk.capture import ladder
-from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepared_model import PreparedTree
 from qtk.capture.verify_prepared import eval_outcome

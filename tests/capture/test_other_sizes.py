@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.ladder import capture_graph
 from qtk.capture.other_sizes import OtherSizes, other_length, try_other_sizes
 from qtk.errors import CaptureError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.packed import build_packed, takes_packed
 
 NETS = {

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import qtk
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CaptureError
-from qtk.graph.targets import attribute
+from qtk.operators.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests import fresh

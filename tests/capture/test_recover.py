@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.graph.targets import batch_norm_called
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.operators.targets import batch_norm_called
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from qtk.capture.inputs import is_free
+from qtk.calls.inputs import is_free
 from qtk.capture.recurrent_shapes import lengths_stay_free
 
 I, H = 3, 4  # noqa: E741

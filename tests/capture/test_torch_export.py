@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 
 import qtk
-from qtk.capture.inputs import split_inputs
+from qtk.calls.inputs import split_inputs
 from qtk.capture.torch_export import capture
 from qtk.errors import CaptureError
 

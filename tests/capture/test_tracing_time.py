@@ -7,8 +7,8 @@ from torch import nn
 from torch.export import Dim
 
 import qtk
+from qtk.calls.served_sizes import ALL, LATE
 from qtk.capture import torch_export
-from qtk.capture.served_sizes import ALL, LATE
 from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.errors import CaptureError
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.capture.call_kind import call_kind, signature_of
+from qtk.calls.call_kind import call_kind, signature_of
 from qtk.capture.variants import add_variant
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs, with_nested
 from qtk.graph.sites import value_site
-from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
+from qtk.operators.targets import called_module
 from qtk.workflow.prepare import prepare_model
 
 MATRIX, CUBE = torch.randn(3, 8), torch.randn(2, 3, 8)

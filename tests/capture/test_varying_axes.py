@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.ladder import capture_graph
 from qtk.capture.varying_axes import varying_axes
 

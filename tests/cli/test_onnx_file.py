@@ -8,9 +8,9 @@ import torch
 import qtk
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
+from qtk.data.forward_pass import outputs
 from qtk.errors import ExportError
-from qtk.export.onnx.session import require_onnxruntime
-from qtk.workflow.forward_pass import outputs
+from qtk.runtimes.session import require_onnxruntime
 from tests.zoo.streams import frames, stream
 
 pytest.importorskip("onnxruntime")

@@ -16,7 +16,7 @@ from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
 from qtk.errors import CalibrationError, ConfigError, ExportError, QtkError
 from qtk.export import encodings_json
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
 W4 = {"name": "w4", "weight_bits": 4, "activation_bits": None}

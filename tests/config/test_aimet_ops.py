@@ -1,7 +1,7 @@
 """The table of op types."""
 
 from qtk.config.aimet_ops import IMPLIED_BOUNDS, OP_KINDS
-from qtk.graph.op_table import OP_NAMES
+from qtk.operators.op_table import OP_NAMES
 
 
 def test_every_kind_is_one_the_op_table_knows():

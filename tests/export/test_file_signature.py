@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.export.file_signature import file_inputs, file_outputs, file_signature
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.inputs import split_inputs
+from qtk.calls.inputs import split_inputs
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.pt2e import compare_with_simulation, read

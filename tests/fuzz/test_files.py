@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import qtk
+from qtk.aimet import encodings_aimet
+from qtk.aimet.named_encodings import named_encodings
 from qtk.cli.model_source import load_weights
-from qtk.export import encodings_aimet, encodings_json
-from qtk.export.named_encodings import named_encodings
+from qtk.export import encodings_json
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.workflow.store import SIM_FILE, _record_digest
 from tests.fuzz.fuzzing import JUNK, damaged, judged, mutated, share, silent

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.inputs import split_inputs
+from qtk.calls.inputs import split_inputs
 from qtk.config.load import load_config
 from qtk.core.granularity import PerBlock, PerChannel
 from qtk.errors import NotCalibratedError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import insert, remove
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import is_float, value_site
+from qtk.operators.op_table import row_of
 from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from tests.zoo.entry import Entry

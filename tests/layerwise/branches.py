@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.calls.calls import Call
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.required_statistics import RequiredStatistics
 
 EXACT = RequiredStatistics(dtype=torch.float64)
 

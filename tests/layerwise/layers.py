@@ -15,9 +15,9 @@ import qtk
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.ranges import choose_range
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

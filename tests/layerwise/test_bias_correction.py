@@ -7,7 +7,7 @@ import torch
 
 import qtk
 from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from tests.layerwise.convolutional_net import lost, problem
 from tests.layerwise.layers import CHANNEL, LAYERS, named
 

@@ -12,11 +12,11 @@ from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.candidates import choose, shrinkage
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
-from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
+from qtk.moments.holdout import Holdout
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from tests.layerwise.layers import CHANNEL, layer_of
 
 ROWS, WIDTH, KEPT = 100, 16, 80

@@ -11,7 +11,7 @@ from torch import nn
 import qtk
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_selection import select_layers
-from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.moments.required_statistics import RequiredStatistics
 from tests.planning.tied_weights import tied, two_axes
 
 

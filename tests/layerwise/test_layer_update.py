@@ -12,9 +12,9 @@ from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.originals import PresentValues
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 
 
 @dataclass(frozen=True)

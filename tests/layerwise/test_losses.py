@@ -7,9 +7,9 @@ from torch import nn
 import qtk
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState, columns_per_scale, scale_index_of
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.second_moments import SecondMoments
 
 CANDIDATES = 15
 ROWS = 300

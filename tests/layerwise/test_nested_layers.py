@@ -8,10 +8,10 @@ import torch
 from torch import fx, nn
 
 import qtk
-from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.input_taps import TAPS
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.walk import walk
+from qtk.moments.holdout import Holdout
 from qtk.numerics.error import decibels
 from tests.layerwise.branches import EXACT, prepared
 from tests.zoo.experts import FusedExperts

@@ -9,10 +9,10 @@ import torch
 from torch import distributed
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.ranks import sum_over_ranks
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
+from qtk.moments.holdout import Holdout
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 from tests import fresh
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.errors import CalibrationError
 from qtk.layerwise import run
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.originals import Originals
-from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.required_statistics import RequiredStatistics
 from tests.layerwise.convolutional_net import problem, same, state
 
 

@@ -8,10 +8,10 @@ from torch import nn
 import qtk
 from qtk.core.granularity import PerBlock
 from qtk.layerwise.layer_state import LayerState, columns_per_scale, scale_index_of
-from qtk.layerwise.required_statistics import RequiredStatistics
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import im2col
 from qtk.quantizers.quantizer import Quantizer
 

@@ -3,9 +3,9 @@ import warnings
 import pytest
 import torch
 
-from qtk.layerwise.matrix_rows import MatrixRows
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.starved_matrices import StarvedMatrices
+from qtk.moments.matrix_rows import MatrixRows
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 from qtk.numerics.matrix_axes import MatrixAxes
 

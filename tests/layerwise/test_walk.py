@@ -9,12 +9,12 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtk
-from qtk.capture.calls import Call
-from qtk.capture.token_masks import TokenMasks
+from qtk.calls.calls import Call
+from qtk.calls.token_masks import TokenMasks
 from qtk.errors import CalibrationError, InternalError
-from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import im2col, weight_to_gemm
 from qtk.numerics.token_layout import TokenLayout
 from qtk.quantizers.modes import in_mode

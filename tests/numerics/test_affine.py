@@ -7,8 +7,8 @@ from onnx import TensorProto, helper
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
-from qtk.export.onnx.session import create_session
 from qtk.numerics import affine, blocks
+from qtk.runtimes.session import create_session
 
 ONNX_TYPES = {
     "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int16": TensorProto.INT16, "uint16": TensorProto.UINT16,

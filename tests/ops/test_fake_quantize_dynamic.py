@@ -4,9 +4,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from qtk.export.onnx.session import create_session
 from qtk.kernels.backends import backends
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
+from qtk.runtimes.session import create_session
 from tests.kernels import dynamic_conformance
 from tests.kernels.dynamic_conformance import CODES, GRANULARITIES
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import qtk
-from qtk.graph.op_table import ROWS
 from qtk.graph.sites import value_site
+from qtk.operators.op_table import ROWS
 from qtk.planning import patterns
 from qtk.planning.normal_form import NormalForm
 from qtk.planning.patterns import PATTERNS, match_patterns, matchers_of

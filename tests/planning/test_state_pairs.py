@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.workflow.forward_pass import outputs
+from qtk.data.forward_pass import outputs
 from tests.zoo.streams import frames, stream
 
 X = torch.randn(3, 2, 4)
@@ -122,7 +122,7 @@ def test_a_stream_calibrated_from_zeros_keeps_its_accuracy_and_its_file_runs_the
     drift = sim.drift([(x, zero) for x in steps[50:]], progress=False)
     assert sum(drift.sqnr_db) / len(drift.sqnr_db) > 36  # 8 dB with the range of the zeros
     sim.export(tmp_path / "out", formats=("onnx",))
-    session = qtk.export.onnx.session.create_session(tmp_path / "out" / "model.onnx")[0]
+    session = qtk.runtimes.session.create_session(tmp_path / "out" / "model.onnx")[0]
     h = zero.numpy()
     simulated, error, power = zero, 0.0, 0.0
     for x in steps[50:]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import TransformResult

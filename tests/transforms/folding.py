@@ -6,7 +6,7 @@ import torch
 
 import qtk
 from qtk.graph.graphs import graphs
-from qtk.graph.targets import batch_norm_called
+from qtk.operators.targets import batch_norm_called
 
 
 def folded(model, x):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.inputs import split_inputs
-from qtk.transforms.channel_scales import ChannelScales
+from qtk.calls.inputs import split_inputs
+from qtk.channels.channel_scales import ChannelScales
 
 
 def wide(value: Any) -> Any:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
+from qtk.channels.channel_scales import ChannelScales
 from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases, folded_statistics
-from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import Outcome
 from qtk.transforms.steps import ScaleParameter, steps_of

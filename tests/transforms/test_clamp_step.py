@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.nn.channel_clamp import ChannelClamp

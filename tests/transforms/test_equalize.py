@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.transforms.equalize import NOTHING, equalize_layers
 from qtk.transforms.result import Outcome
 from qtk.transforms.steps import steps_of

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.graph.graphs import graphs
-from qtk.graph.targets import batch_norm_called
+from qtk.operators.targets import batch_norm_called
 from qtk.quantizers.modes import in_mode
 from qtk.transforms.result import TransformResult
 from tests.zoo.models import ZOO

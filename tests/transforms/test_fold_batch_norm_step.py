@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.graph.op_row import Product
 from qtk.nn.scale_shift import ScaleShift
+from qtk.operators.op_row import Product
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, give_bias, owner_of
 from qtk.transforms.result import Outcome
 from tests.transforms.folding import count, folded, inputs, norms

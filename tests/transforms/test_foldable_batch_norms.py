@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.graph.op_row import Product
 from qtk.nn.scale_shift import ScaleShift
+from qtk.operators.op_row import Product
 from qtk.transforms.fold_batch_norm_step import Into, Layer
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.result import Outcome

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.channels.channel_scales import ChannelScales
 from qtk.graph.flow import Flow
 from qtk.transforms.channel_scale_step import InsertChannelScale
-from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.inserted_scales import LEAST_WORK, inserting_steps, reason_against
 from qtk.transforms.members import Members
 from qtk.transforms.quantized_products import input_plan

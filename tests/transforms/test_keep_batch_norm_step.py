@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.graph.op_table import row_of
-from qtk.graph.targets import batch_norm_called, kept_batch_norm_called
 from qtk.nn.kept_batch_norm import own_bias, unscaled_weight
+from qtk.operators.op_table import row_of
+from qtk.operators.targets import batch_norm_called, kept_batch_norm_called
 from qtk.transforms.graph_editor import weight_parameter
 from qtk.transforms.keep_batch_norm_step import movement_behind, unfolded_targets, weight_quantizer
 from qtk.transforms.keep_batch_norms import is_kept

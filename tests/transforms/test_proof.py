@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.reference import TOLERANCE
 from qtk.transforms.result import Outcome

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
+from qtk.channels.channel_scales import ChannelScales
 from qtk.graph.flow import Flow
-from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.input_statistics import Sampling
 from qtk.transforms.members import Members
 from qtk.transforms.quantized_products import input_plan, multiplications, product, sampling

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
 from qtk.transforms.reference import Reference, change
 from qtk.transforms.steps import ScaleParameter, make
 

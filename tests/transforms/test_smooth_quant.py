@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
+from qtk.channels.channel_scales import ChannelScales
 from qtk.graph.insert import remove
 from qtk.graph.sites import value_site
 from qtk.numerics.error import sqnr_db
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
-from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.smooth_quant import SmoothQuant
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import pair

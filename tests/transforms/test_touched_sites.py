@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.transforms.channel_scales import ChannelScales
+from qtk.channels.channel_scales import ChannelScales
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.graph.op_row import Product
+from qtk.operators.op_row import Product
 from qtk.transforms.weight_layout import along_inputs, along_outputs, summed_per_output
 
 LAYERS = [

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.aimet import encodings_aimet
+from qtk.aimet.tensor_names import tensor_names
 from qtk.atomic import MARKER, staged_directory
 from qtk.errors import CheckError, ConfigError, ExportError
-from qtk.export import encodings_aimet, encodings_json
+from qtk.export import encodings_json
 from qtk.export.onnx import qdq
-from qtk.export.onnx.session import create_session
-from qtk.export.tensor_names import tensor_names
+from qtk.runtimes.session import create_session
 from qtk.workflow.export import EXPORTERS, export
 from qtk.workflow.verify_files import verify_files
 

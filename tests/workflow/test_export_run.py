@@ -10,9 +10,9 @@ from onnx import numpy_helper
 from torch import nn
 
 import qtk
-from qtk.capture.calls import Call
-from qtk.export.onnx.session import Optimizations
+from qtk.calls.calls import Call
 from qtk.report.difference import Difference
+from qtk.runtimes.session import Optimizations
 from qtk.workflow import export as module
 from qtk.workflow.export_run import _are_near, _ops_are_right, departures
 from tests.exported_files import RUN

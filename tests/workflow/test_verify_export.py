@@ -21,7 +21,7 @@ from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import saturation_remedy
 from qtk.report.verdict import EXACT, OFF, ON, Level
-from qtk.workflow import file_runs
+from qtk.runtimes import file_runs
 from qtk.workflow import verify_export as verification
 from qtk.workflow.verify_files import verify_files
 from tests.export.onnx.simulated import nothing, simulate, symmetric

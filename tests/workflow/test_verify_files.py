@@ -8,8 +8,8 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError, ExportError
-from qtk.export.onnx.session import integer_sums_saturate
 from qtk.report.verdict import Level
+from qtk.runtimes.session import integer_sums_saturate
 from qtk.workflow.verify_files import REFERENCE, _counted, verify_files
 from tests.export.onnx.without_vnni import QEMU
 
@@ -96,7 +96,7 @@ def test_elements_of_tokens_are_found_by_their_axes():
 
 
 def test_a_spoilt_optimization_is_seen(written, monkeypatch):
-    from qtk.workflow import file_runs
+    from qtk.runtimes import file_runs
 
     original = file_runs._Way.values
 

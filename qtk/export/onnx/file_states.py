@@ -25,7 +25,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from qtk.capture.states import returned_states
+from qtk.calls.states import returned_states
 from qtk.errors import ExportError
 from qtk.export.file_signature import file_signature
 from qtk.export.onnx.node_writer import array_of

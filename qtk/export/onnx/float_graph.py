@@ -15,13 +15,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
 from torch import fx
 
-from qtk.capture.calls import Call
-from qtk.capture.inputs import ExampleInputs
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.node_writer import value_of
-from qtk.export.onnx.other_floats import compute_in_float32
+from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
 from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
 from qtk.export.onnx.storage_types import BASE_OPSET
 from qtk.export.onnx.value_names import (

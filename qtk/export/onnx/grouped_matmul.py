@@ -9,7 +9,7 @@ from onnxscript import opset18 as op
 from torch.export import ExportedProgram
 
 from qtk.errors import ExportError
-from qtk.graph.op_table import ROWS, row_of
+from qtk.operators.op_table import ROWS, row_of
 
 Translation = Callable[..., object]
 

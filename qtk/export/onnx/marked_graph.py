@@ -21,20 +21,20 @@ from onnxscript.rewriter.rules.common import mul_by_1_rule
 from torch import Tensor, fx
 from torch.export import Dim
 
-from qtk.capture.calls import Call
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs, input_leaves, split_inputs
+from qtk.calls.signature import input_names
 from qtk.capture.composites import Composite, composite_called
-from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.capture.packed import PackedRecurrent
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.signature import input_names
 from qtk.capture.torch_export import silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
-from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
+from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
 from qtk.export.onnx.padded_sequences import pad_sequences
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
@@ -44,11 +44,11 @@ from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
-from qtk.graph.targets import packed_call
 from qtk.graph.written_buffers import buffer_values, is_write, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.tap import Tap
+from qtk.operators.targets import packed_call
 from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import onnx_translations_kept, pytree
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from torch import fx
 
 from qtk.graph.sites import OP, OWNER, join, label
-from qtk.graph.targets import path_of
+from qtk.operators.targets import path_of
 
 
 def name_nodes(model: ir.Model) -> None:

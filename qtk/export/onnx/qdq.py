@@ -18,18 +18,18 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from qtk.capture.calls import Call
-from qtk.capture.inputs import ExampleInputs
-from qtk.capture.signature import output_nodes
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs
+from qtk.calls.signature import output_nodes
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.default_attributes import drop_default_attributes
-from qtk.export.onnx.dynamic_lstms import write_dynamic_lstms
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
-from qtk.export.onnx.other_floats import compute_in_float32
-from qtk.export.onnx.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.onnxruntime.dynamic_lstms import write_dynamic_lstms
+from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from qtk.export.onnx.padded_sequences import PAD, elements, hands_on
-from qtk.graph.targets import BATCH_SIZES, packed_call
+from qtk.operators.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 
 _ATEN = torch.ops.aten

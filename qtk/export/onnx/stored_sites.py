@@ -17,10 +17,10 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
-from qtk.export.onnx.concat_inputs import restore_edges
-from qtk.export.onnx.dynamic_lstms import restore_lstms
+from qtk.export.onnx.onnxruntime.concat_inputs import restore_edges
+from qtk.export.onnx.onnxruntime.dynamic_lstms import restore_lstms
+from qtk.export.onnx.onnxruntime.stacked_products import restore_operands
 from qtk.export.onnx.qdq_nodes import SITES
-from qtk.export.onnx.stacked_products import restore_operands
 
 
 @dataclass(frozen=True, slots=True, eq=False)

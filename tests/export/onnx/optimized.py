@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import onnx
 
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 FLOAT_PRODUCTS = {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "Einsum"}
 

@@ -13,11 +13,11 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerChannel, PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.spec import QuantSpec
-from qtk.export.onnx.session import create_session
 from qtk.graph.flow import Flow
 from qtk.graph.insert import insert
 from qtk.graph.sites import is_float, name_sites, value_site
 from qtk.quantizers.quantizer import Mode
+from qtk.runtimes.session import create_session
 from qtk.workflow.prepare import prepare_model
 
 Choice = Callable[[str, Tensor], QuantSpec | None]

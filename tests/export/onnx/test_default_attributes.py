@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 
 from qtk.export.onnx.default_attributes import drop_default_attributes
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 DEFAULTS = {"auto_pad": "NOTSET", "group": 1, "dilations": [1, 1], "strides": [1, 1], "pads": [0, 0, 0, 0]}
 

@@ -11,7 +11,7 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import STATES, file_states
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 from tests.zoo.streams import STREAMS, frames, stream
 
 STEPS, MEDIUM = 24, ("cached_conv",)

@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.inputs import input_leaves, split_inputs
+from qtk.aimet.tensor_names import tensor_names
+from qtk.calls.inputs import input_leaves, split_inputs
 from qtk.errors import ExportError
 from qtk.export.onnx import float_graph
-from qtk.export.onnx.session import create_session
-from qtk.export.tensor_names import tensor_names
 from qtk.graph.insert import quantizer_called
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
+from qtk.runtimes.session import create_session
 from tests.zoo.experts import TRACES_GROUPED_PRODUCTS
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but

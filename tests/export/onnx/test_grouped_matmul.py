@@ -5,7 +5,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import ExportError
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 from tests.zoo.experts import TRACES_GROUPED_PRODUCTS
 from tests.zoo.models import ZOO
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.onnx.session import create_session
+from qtk.runtimes.session import create_session
 
 FLOAT_PRODUCTS = {"Conv", "FusedConv", "NhwcFusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits"}
 

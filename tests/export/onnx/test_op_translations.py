@@ -8,8 +8,8 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.op_translations import widen_indices
+from tests.export.onnx.onnxruntime.test_flat_linears import exported, steps
 from tests.export.onnx.simulated import run_onnx
-from tests.export.onnx.test_flat_linears import exported, steps
 
 
 class Float(nn.Module):

@@ -14,9 +14,9 @@ from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import CaptureError, ExportError
 from qtk.export.onnx.qdq import export, read
-from qtk.export.onnx.session import Optimizations, open_session, session_with
 from qtk.graph.insert import quantizer_nodes
 from qtk.quantizers.quantizer import Mode
+from qtk.runtimes.session import Optimizations, open_session, session_with
 from tests.export.onnx.simulated import (
     activations,
     encodings_of,

@@ -9,12 +9,12 @@ from torch import nn
 from qtk.core.granularity import PerChannel
 from qtk.errors import ExportError
 from qtk.export.onnx.marked_graph import DOMAIN, trace
-from qtk.export.onnx.passes import BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.onnxruntime.passes import BEFORE_SITES_ARE_LISTED, run_passes
 from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
 from qtk.export.simulated_sites import simulated_sites
+from tests.export.onnx.onnxruntime.test_flat_linears import exported, optimized_kinds
+from tests.export.onnx.onnxruntime.test_fused_activations import Convolutions
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
-from tests.export.onnx.test_flat_linears import exported, optimized_kinds
-from tests.export.onnx.test_fused_activations import Convolutions
 
 X = torch.randn(2, 8)
 

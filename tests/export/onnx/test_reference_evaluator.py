@@ -5,9 +5,9 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from qtk.capture.inputs import input_leaves, split_inputs
-from qtk.capture.signature import input_names
-from qtk.export.onnx.session import Optimizations, session_with
+from qtk.calls.inputs import input_leaves, split_inputs
+from qtk.calls.signature import input_names
+from qtk.runtimes.session import Optimizations, session_with
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.data.forward_pass import outputs
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import STATES
-from qtk.export.onnx.session import create_session
 from qtk.export.onnx.state_codes import return_codes
-from qtk.export.onnx.state_values import StateCodes
-from qtk.workflow.forward_pass import outputs
+from qtk.runtimes.session import create_session
+from qtk.runtimes.state_values import StateCodes
 
 TYPES = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(uint16)": np.uint16}
 

@@ -10,7 +10,7 @@ from torch import nn
 import qtk
 from qtk.export.onnx.qdq import export
 from qtk.torch_private import pytree
-from tests.export.onnx.test_dynamic_lstms import exported, run, sqnr_db
+from tests.export.onnx.onnxruntime.test_dynamic_lstms import exported, run, sqnr_db
 
 I, H = 6, 8  # noqa: E741
 X = torch.randn(5, 3, I)

@@ -7,8 +7,8 @@ from torch import nn
 
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.session import create_session
 from qtk.export.onnx.stored_sites import stored_sites
+from qtk.runtimes.session import create_session
 from tests.export.onnx.simulated import encodings_of, simulate, weights
 
 EXAMPLE = torch.randn(2, 8)

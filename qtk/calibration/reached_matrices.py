@@ -1,0 +1,68 @@
+"""Counts the rows that meet each matrix of a stack while a model is calibrated; warns of experts without any."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, fx
+
+from qtk.graph.graphs import graphs
+from qtk.graph.simulation import Simulation
+from qtk.layerwise.input_taps import input_taps
+from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
+from qtk.moments.matrix_rows import MatrixRows
+from qtk.operators.op_table import row_of
+
+LISTED = 3
+
+STACKED = ("grouped_matmul", "matmul", "addmm", "einsum", "linear")
+"""Kinds of ops that can read a stack of matrices."""
+
+
+@contextmanager
+def matrices_counted(simulation: Simulation) -> Iterator[None]:
+    """Warns after the body, in which the model runs, of matrices that data could have reached and did not."""
+    stacks = _routed_stacks(simulation)
+    if not stacks:
+        yield
+        return
+    counts = {layer.name: torch.zeros(layer.geometry.groups, dtype=torch.int64) for layer in stacks}
+    names = {op: layer.name for layer in stacks for op in layer.uses}
+
+    def count(x: Tensor | MatrixRows, weight: Tensor, op: fx.Node | None) -> None:
+        if isinstance(x, MatrixRows) and op is not None:
+            counts[names[op]] += torch.tensor(x.counts)
+
+    uses = {op: use for layer in stacks for op, use in layer.uses.items()}
+    with input_taps(simulation.model, count, uses, only_uses=True):
+        yield
+    _warn({name: count for name, count in counts.items() if bool((count == 0).any()) and bool(count.any())})
+
+
+def _routed_stacks(simulation: Simulation) -> list[WeightedLayer]:
+    """The weights that are stacks of matrices, of which data decide which rows meet which."""
+    nodes = [node for graph in graphs(simulation.model).values() for node in graph.graph.nodes]
+    rows = [row for node in nodes if (row := row_of(node)) is not None]
+    is_stacked = any(parameter.ndim > 2 for parameter in simulation.model.parameters())
+    if not is_stacked or not any(row.kind in STACKED for row in rows):
+        return []
+    layers, _ = weighted_layers(simulation.model, simulation.plan)
+    return [layer for layer in layers if layer.matrices and any(use.is_routed for use in layer.uses.values())]
+
+
+def _warn(missed: dict[str, Tensor]) -> None:
+    if not missed:
+        return
+    named = "; ".join(
+        f"{name}: {int((count == 0).sum())} of {len(count)} "
+        f"({', '.join(str(int(index)) for index in (count == 0).nonzero()[:LISTED])}"
+        f"{', …' if int((count == 0).sum()) > LISTED else ''})" for name, count in list(missed.items())[:LISTED]
+    )
+    warnings.warn(
+        f"no row of the data met some matrices (experts) of {len(missed)} weights: {named}"
+        f"{'; …' if len(missed) > LISTED else ''}; ranges of activations do not cover them: calibrate with more data, "
+        "that reach all of them", stacklevel=4,
+    )

@@ -1,0 +1,126 @@
+"""Which quantized merges join values of so different ranges that the smaller ones have few codes of the common one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from qtk.calibration.width_check import SiteSamples
+from qtk.core.site import Site
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import roots
+from qtk.graph.insert import quantizer_called
+from qtk.graph.simulation import Simulation
+from qtk.graph.sites import SITE, label, value_site
+from qtk.operators.op_row import Role, Scaling
+from qtk.operators.op_table import row_of
+
+LARGEST_RATIO = 16.0
+"""Of the ranges of two operands: the smaller one has then a sixteenth of the codes, four bits less."""
+
+HANDS_ON = frozenset({Scaling.KEPT, Scaling.CLAMPED, Scaling.MOVED, Scaling.WINDOWED, Scaling.REDUCED, Scaling.ADDED,
+                      Scaling.MULTIPLIED, Scaling.DIVIDED})
+"""What the ops do with factors of channels whose results are as uneven as what they read."""
+
+SLICES = frozenset({"split", "slice", "getitem", "pick", "gather"})
+"""Ops that take some of the values of a merge, which may have a range of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenValues:
+    """The quantized values that no common range holds, and what reads slices of them.
+
+    Args:
+        outputs: names of the sites of merges, and of what is computed from these channel by channel.
+        readers: module paths of products with weights that read slices, each of one range.
+    """
+
+    outputs: tuple[str, ...]
+    readers: tuple[str, ...]
+
+
+def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
+    """Finds merges whose operands differ by more than ``LARGEST_RATIO`` in range, and follows their values.
+
+    Of a merge in float what is computed from it and has one range for all (``merged_members``). Leaves out merges that
+    are frozen, and those that a product with weights reads as a whole: it needs codes of one range.
+    """
+    sites = {site.name: site for site in simulation.plan}
+    outputs: dict[str, None] = {}
+    readers: dict[str, None] = {}
+    for graph in roots(simulation.model).values():
+        merges = [(node, quantized) for node in graph.graph.nodes if (quantized := _quantized_merge(node)) is not None]
+        behind = [node for node in graph.graph.nodes if _joins_uneven(sites.get(str(label(node, SITE))), samples)]
+        flow = Flow(graph.graph) if merges or behind else None
+        uneven = [quantized for node, quantized in merges
+                  if flow is not None and _is_uneven([sites[name] for name in _members(flow, node)], samples)]
+        for quantized in (*uneven, *behind):
+            assert flow is not None
+            walk = _Walk(flow)
+            if walk.follow(quantized) and not any(simulation.quantizers[sites[name]].frozen for name in walk.outputs):
+                outputs |= dict.fromkeys(walk.outputs)
+                readers |= dict.fromkeys(walk.readers)
+    return UnevenValues(tuple(outputs), tuple(readers))
+
+
+def _is_uneven(members: list[Site], samples: SiteSamples) -> bool:
+    return _differ([samples.largest(site) for site in members])
+
+
+def _joins_uneven(site: Site | None, samples: SiteSamples) -> bool:
+    """Whether a site, the value of an op, holds elements of operands of a float merge that differ too much in range."""
+    if site is None or site not in samples.members or not site.port.startswith("out"):
+        return False
+    of_members = [float(values.abs().nan_to_num(posinf=0.0).amax()) for values in samples.members[site].values()]
+    return _differ([*of_members, samples.largest(site)])
+
+
+def _differ(ranges: list[float]) -> bool:
+    known = [largest for largest in ranges if largest]
+    return bool(known) and max(known) > LARGEST_RATIO * min(known)
+
+
+def _quantized_merge(node: fx.Node) -> fx.Node | None:
+    """The call of the quantizer that quantizes the result of ``node``, if that merges values."""
+    row = row_of(node)
+    is_merge = row is not None and row.role is Role.MERGE
+    return next((user for user in node.users if quantizer_called(user) is not None), None) if is_merge else None
+
+
+def _members(flow: Flow, merge: fx.Node) -> list[str]:
+    """The names of the sites of what is merged."""
+    roots_of = [flow.root(port.value) for port in flow.data_ports(merge)]
+    return [str(label(root, SITE)) for root in roots_of if quantizer_called(root) is not None]
+
+
+class _Walk:
+    """Follows uneven values to what reads them. Args: ``flow`` of a graph with quantizers."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self.outputs: list[str] = []
+        self.readers: list[str] = []
+
+    def follow(self, value: fx.Node) -> bool:
+        """Collects the sites of ``value`` and what hands its ranges on; false if a product reads one as a whole."""
+        if quantizer_called(value) is not None:
+            self.outputs.append(str(label(value, SITE)))
+        return all(self._reads(port.user, self._is_slice(value, port.value)) for port in self._flow.readers(value))
+
+    def _reads(self, user: fx.Node, is_slice: bool) -> bool:
+        if quantizer_called(user) is not None:
+            return is_slice or self.follow(user)
+        row = self._flow.row(user) if user.op != "output" else None
+        if row is not None and row.multiplies:
+            self.readers += [value_site(user).name.partition(":")[0]] if is_slice else []
+            return is_slice
+        return is_slice or row is None or row.scales_as not in HANDS_ON or self.follow(user)
+
+    def _is_slice(self, value: fx.Node, moved: fx.Node | None) -> bool:
+        while moved is not None and moved is not value:
+            row = self._flow.row(moved)
+            if row is not None and row.kind in SLICES:
+                return True
+            moved = self._flow.carried(moved)
+        return False

@@ -1,0 +1,1 @@
+"""Calls of a model: arguments, their kinds and sizes, their tokens and states."""

@@ -1,0 +1,1 @@
+"""What differs between train mode and eval mode, kept through capture."""

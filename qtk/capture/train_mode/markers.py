@@ -1,0 +1,116 @@
+"""Marker ops that protect what differs in training, and no-grad regions, from functionalization.
+
+Functionalization removes eval-mode dropout, splits batch norm into a native form that cannot train, fixes instance norm
+to its running statistics, and drops the bounds of regions without gradients. ``mark`` makes such nodes call marker ops,
+which functionalization does not change; ``recover`` replaces these by modules afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from qtk.capture.in_place import purify
+from qtk.operators.op_table import DROPOUT as DROPOUT_ROW
+from qtk.operators.op_table import ROWS
+from qtk.operators.schema import aten_name
+
+torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
+torch.library.define(
+    "qtk::captured_batch_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, bool train, float momentum, float eps, "
+    "bool cudnn) -> Tensor",
+)
+torch.library.define(
+    "qtk::captured_instance_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, bool by_input, float momentum, float eps, "
+    "bool cudnn) -> Tensor",
+)
+torch.library.define("qtk::captured_detach", "(Tensor x) -> Tensor")
+torch.library.define("qtk::captured_module", "(Tensor x, str path) -> Tensor")
+torch.library.define("qtk::captured_module_", "(Tensor(a!) x, str path) -> Tensor(a!)")
+
+
+@torch.library.impl("qtk::captured_dropout", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_dropout")  # type: ignore[untyped-decorator]
+def _dropout(x: Tensor, p: float, train: bool, kind: str) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_batch_norm", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_batch_norm")  # type: ignore[untyped-decorator]
+def _batch_norm(x: Tensor, *parameters: object) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_instance_norm", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_instance_norm")  # type: ignore[untyped-decorator]
+def _instance_norm(x: Tensor, *parameters: object) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_detach", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_detach")  # type: ignore[untyped-decorator]
+def _detach(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_module", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_module")  # type: ignore[untyped-decorator]
+def _module(x: Tensor, path: str) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_module_", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_module_")  # type: ignore[untyped-decorator]
+def _writing_module(x: Tensor, path: str) -> Tensor:
+    return x
+
+
+DROPOUT = torch.ops.qtk.captured_dropout.default
+BATCH_NORM = torch.ops.qtk.captured_batch_norm.default
+INSTANCE_NORM = torch.ops.qtk.captured_instance_norm.default
+DETACH = torch.ops.qtk.captured_detach.default
+MODULE = torch.ops.qtk.captured_module.default
+WRITING_MODULE = torch.ops.qtk.captured_module_.default
+MEAN = 3
+"""Argument of ``instance_norm`` with the running mean."""
+
+
+def mark(module: fx.GraphModule) -> None:
+    """Makes protected nodes call marker ops, in nested graphs too. Changes ``module``; node names stay."""
+    purify(module.graph)
+    for node in list(module.graph.nodes):
+        name = (aten_name(node.target) or "").removesuffix("_")
+        if node.target is WRITING_MODULE:
+            node.target = MODULE
+        elif ROWS.get(name) is DROPOUT_ROW:
+            node.target = DROPOUT
+            node.args = (*node.args, name)
+        elif name == "batch_norm":
+            node.target = BATCH_NORM
+        elif name == "instance_norm" and node.args[MEAN] is not None:
+            node.target = INSTANCE_NORM
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            inner = module.get_submodule(str(node.args[1].target))
+            assert isinstance(inner, fx.GraphModule)
+            _detach_outputs(inner)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            mark(child)
+    module.recompile()
+
+
+def _detach_outputs(module: fx.GraphModule) -> None:
+    """Detaches the outputs of a no-grad region, which functionalization inlines into the graph around it."""
+    output = module.graph.output_node()
+
+    def detached(value: fx.Node) -> fx.Node:
+        if value.op == "placeholder" or not isinstance(value.meta.get("val"), Tensor):
+            return value
+        with module.graph.inserting_before(output):
+            node = module.graph.call_function(DETACH, (value,))
+        node.meta = dict(value.meta)
+        return node
+
+    output.args = fx.node.map_arg(output.args, detached)

@@ -1,0 +1,1 @@
+"""Statistics of layer inputs: which rows count, and the Gram matrices that are summed over them."""

@@ -1,0 +1,1 @@
+"""The operator table: all that qtk knows about each operator."""

@@ -1,0 +1,1 @@
+"""Learned ranges, and what must be true of a training that learns them."""

@@ -1,0 +1,154 @@
+"""What a calibration says of the sites that their width does not hold, of each member of a merged group on its own."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.calibration.width_check import FEWEST_CODES, SAMPLE, SiteSamples, _some
+from qtk.core.encoding import Encoding
+
+
+def said(sim, data, **options):
+    """The rows of the warning, as words; none if there is none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim.compute_encodings(data, progress=False, **options)
+    texts = [str(each.message) for each in caught if "not held by their width" in str(each.message)]
+    return [[cell.strip() for cell in line.split("│")] for text in texts for line in text.splitlines()[3:]]
+
+
+class Joined(nn.Module):
+    """Large boxes beside small scores, and a product of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.boxes, self.scores, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.boxes(x) * 2000, self.scores(x).sigmoid()], 1))
+
+
+@pytest.mark.medium
+def test_a_member_that_reaches_few_codes_is_named_with_the_rule():
+    x = torch.randn(64, 8)
+    sim = qtk.QuantSim(Joined().eval(), x, config="onnxruntime")
+    ((site, sqnr, zeroed, codes, reason, rule),) = said(sim, [x])
+    assert site == "concat:in[1]"
+    assert int(codes) < FEWEST_CODES
+    assert (float(sqnr) < 3, float(zeroed.rstrip("%")) > 50) == (True, True)
+    assert "shares a range with concat:out" in reason
+    assert rule == "{match: {path: 'concat'}, output: float}"
+    amended = qtk.QuantSim(Joined().eval(), x, config={
+        "version": 1, "extends": "onnxruntime", "rules": [{"match": {"path": "concat"}, "output": "float"}]})
+    assert said(amended, [x]) == []
+
+
+class Stream(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, h):
+        h = self.cell(x, h)
+        return self.out(h), h
+
+
+@pytest.mark.medium
+def test_a_state_that_was_only_ever_zero_is_named():
+    x, zero = torch.randn(16, 4), torch.zeros(16, 8)
+    ((site, *_, reason, rule),) = said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, zero)] * 2)
+    assert site == "h:input"
+    assert "was 0 in all data" in reason
+    assert "states={'h': 1}" in rule
+    assert said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, torch.randn(16, 8))]) == []
+
+
+@pytest.mark.medium
+def test_a_state_that_is_zero_for_a_while_is_a_state_that_was_seen():
+    x, zero = torch.randn(16, 4), torch.zeros(16, 8)
+    sim = qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime")
+    assert said(sim, [(x, zero)] * 12 + [(x, torch.randn(16, 8))] * 12) == []
+
+
+def test_a_softmax_over_many_values_is_named():
+    class Attention(nn.Module):
+        def forward(self, q, k):
+            return torch.softmax(q @ k.transpose(0, 1), -1) @ k
+
+    rule = {"match": {"op": "softmax"}, "output": {"range": [0.0, 1.0]}}
+    x = torch.randn(600, 4), torch.randn(600, 4)
+    runtime = qtk.QuantSim(Attention().eval(), x, config={"version": 1, "extends": "onnxruntime", "rules": [rule]})
+    assert [row[5] for row in said(runtime, [x]) if row[0] == "softmax:out"] == [
+        "{match: {path: 'softmax'}, output: float}"]  # it has no kernels for 16 bits
+    rows = said(qtk.QuantSim(Attention().eval(), x, config={"version": 1, "rules": [rule]}), [x])
+    assert [(row[0], row[5]) for row in rows] == [("softmax:out", "{match: {path: 'softmax'}, output: {bits: 16}}")]
+    assert float(rows[0][2].rstrip("%")) > 75
+
+
+@pytest.mark.sample(1)
+@pytest.mark.medium
+@pytest.mark.parametrize("bits", [4, 8])
+def test_of_ordinary_values_nothing_is_said(bits):
+    x = torch.randn(64, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4)).eval()
+    assert said(qtk.QuantSim(model, x, activation_bits=bits), [x, torch.randn(64, 16)]) == []
+
+
+def test_the_figures_are_those_of_the_values():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, torch.randn(8, 4))
+    samples = SiteSamples(sim.simulation, {})
+    values = torch.cat([torch.tensor([50.0]), torch.full((999,), 0.1)])
+    site = next(each for each in sim.simulation.plan if each.name == "1:out")
+    samples._values[site].append(values)
+    encoding = Encoding(sim.plan[site].spec, torch.tensor([0.5]), torch.tensor([0], dtype=torch.int32))
+    sim.simulation.quantizers[site].load_encoding(encoding)
+    (found,) = samples.unheld(sim.simulation)
+    assert (found.codes, found.zeroed) == (2, 0.999)
+    assert found.sqnr_db == pytest.approx(10 * math.log10((2500 + 9.99) / 9.99), rel=1e-4)
+
+
+class Decay(nn.Module):
+    def forward(self, t, x):
+        return (t[:, None] * torch.tensor([-1.0, -40.0])).exp() * x
+
+
+def test_large_arguments_of_an_exponential_are_named_where_the_target_has_no_floats():
+    t, x = torch.linspace(0, 1, 64), torch.ones(64, 2)
+    rows = said(qtk.QuantSim(Decay(), (t, x), config="qnn_htp"), [(t, x)])
+    assert {row[0]: ("only an exponential reads it" in row[4], row[5]) for row in rows if row[0] != "x:input"} == {
+        "t:input": (True, "{match: {path: 't'}, output: {bits: 16}}"),
+        "mul:out": (True, "{match: {path: 'mul'}, output: {bits: 16}}"),
+    }
+
+
+@pytest.mark.medium
+def test_padding_is_no_value_of_a_site():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.linear(x).relu()
+
+    x, mask = torch.randn(8, 16, 4), torch.ones(8, 16, dtype=torch.bool)
+    mask[:, 4:] = False
+    x[mask] = 0.0
+    sim = qtk.QuantSim(Net().eval(), (x, mask))
+    assert [row[0] for row in said(sim, [(x, mask)], valid="mask")] == ["x:input"]
+    assert said(sim, [(x, mask)]) == []
+
+
+@pytest.mark.parametrize("x", [
+    torch.randn(8, 33, 40), torch.randn(8, 40, 33).transpose(1, 2), torch.randn(4, 33, 3, 40).permute(2, 0, 3, 1)[1],
+    torch.randn(2, 3), torch.randn(8, 33, 40)[:, ::2], torch.randn(8, 1, 40).expand(8, 33, 40),
+])
+def test_values_are_spread_evenly_in_memory_also_of_a_part_of_a_tensor(x):
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    values = x.permute(order).flatten()
+    assert torch.equal(_some(x), values[:: max(x.numel() // SAMPLE, 1) | 1])

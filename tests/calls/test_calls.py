@@ -1,0 +1,46 @@
+"""Calls, what they have in common, and copies of their tensors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from qtk.calls.calls import Call, detached, with_rows
+
+X = torch.randn(3, 4)
+
+
+def test_the_size_of_a_call_counts_all_tensors_that_go_in():
+    assert Call((X, [X[:1]]), {"y": {"z": X}, "n": 3}, X).numel == 12 + 4 + 12
+
+
+def test_copies_are_apart_and_without_gradients():
+    x = torch.zeros(2, requires_grad=True)
+    tree = detached({"a": [x * 1, 3]})
+    assert tree["a"][0].requires_grad is False
+    tree["a"][0] += 1
+    assert not x.any()
+    assert tree["a"][1] == 3
+
+
+def test_a_call_without_rows_is_given_two_if_the_model_runs_on_them():
+    class Picky(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    filled = with_rows(nn.Linear(4, 2), Call((X[:0],), {}, None))
+    assert torch.equal(filled.args[0], torch.zeros(2, 4))
+    refused = Call((X[:0], torch.zeros(1, 5)), {}, None)
+    assert with_rows(Picky(), refused) is refused
+    other = Call((X[:0], X[:1]), {}, None)
+    assert [len(arg) for arg in with_rows(Picky(), other).args] == [2, 1]
+
+
+@pytest.mark.parametrize("x", [X, torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), X.to_mkldnn()])
+def test_a_copy_has_tensors_of_its_own_of_any_layout(x):
+    call = Call((x,), {"x": x}, None)
+    copied = copy.deepcopy(call)
+    assert copied.args[0] is not x
+    assert copied.args[0].layout is copied.kwargs["x"].layout is x.layout
+    assert torch.equal(copied.args[0].to_dense(), x.to_dense())

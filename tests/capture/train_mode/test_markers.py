@@ -1,0 +1,71 @@
+"""Stand-ins take the place of what functionalization would lose, and of nothing else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, mark
+
+X = torch.randn(3, 4, 6)
+STAND_INS = (BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM)
+
+
+class Function(nn.Module):
+    def __init__(self, code, *modules):
+        super().__init__()
+        self.code, self.parts = code, nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.code(x, *self.parts)
+
+
+def marked(model):
+    program = torch.export.export(model.eval(), (X,), strict=False)
+    names = [node.name for node in program.graph.nodes]
+    mark(program.graph_module)
+    assert names == [node.name for node in program.graph.nodes if node.target is not DETACH]
+    return program, [node for node in program.graph.nodes if node.target in STAND_INS]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("function", "kind"), [
+    (lambda x: F.dropout(x, 0.3, training=False), "dropout"),
+    (lambda x: F.dropout1d(x, 0.3, training=False), "feature_dropout"),
+    (lambda x: F.alpha_dropout(x, 0.3, training=False), "alpha_dropout"),
+])
+def test_dropout_keeps_its_rate_and_kind(function, kind):
+    program, (node,) = marked(Function(function))
+    assert node.target is DROPOUT
+    assert node.args[1:] == (0.3, False, kind)
+    kept = program.run_decompositions({})  # which drops eval-mode dropout that is not marked
+    assert DROPOUT in [node.target for node in kept.graph.nodes]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("norm", "stand_in"), [
+    (nn.BatchNorm1d(4), BATCH_NORM),
+    (nn.InstanceNorm1d(4, track_running_stats=True), INSTANCE_NORM),
+    (nn.InstanceNorm1d(4), None),
+    (nn.LayerNorm(6), None),
+])
+def test_norms_with_running_statistics_are_marked(norm, stand_in):
+    program, found = marked(Function(lambda x, norm: norm(x), norm))
+    assert [node.target for node in found] == ([stand_in] if stand_in else [])
+    if stand_in:
+        assert found[0].args[6:8] == (norm.momentum, norm.eps)
+        assert [node.target for node in program.run_decompositions({}).graph.nodes].count(stand_in) == 1
+
+
+@pytest.mark.medium
+def test_what_leaves_a_region_without_gradients_is_detached():
+    def code(x):
+        with torch.no_grad():
+            y = x * 2
+        return x + y
+
+    program, _ = marked(Function(code))
+    inside = [graph for graph in program.graph_module.children() if isinstance(graph, torch.fx.GraphModule)]
+    assert [node.target for graph in inside for node in graph.graph.nodes].count(DETACH) == 1
+    flat = program.run_decompositions({})
+    assert [node.target for node in flat.graph.nodes].count(DETACH) == 1
