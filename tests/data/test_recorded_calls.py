@@ -11,8 +11,8 @@ import qtk
 from qtk.data.recorded_calls import recorded_calls
 from qtk.errors import CalibrationError
 from qtk.quantizers.quantizer import Quantizer
-from tests.data.test_valid_tokens import BATCH, LAYERS, MASK, SEQUENCES
 from tests.data import test_valid_tokens
+from tests.data.test_valid_tokens import BATCH, LAYERS, MASK, SEQUENCES
 
 simulation = functools.partial(test_valid_tokens.simulation, weight_bits=4)
 
