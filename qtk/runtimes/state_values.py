@@ -28,9 +28,10 @@ class StateCodes:
         model = ir.load(file)
         states = json.loads(model.metadata_props.get(STATES, "{}"))
         kinds = {value.name: value.dtype for value in model.graph.inputs}
-        self._dtypes = {name: np.dtype(kind.numpy()) for name in states if is_integer(kind := kinds[name])}
+        integers = {name: np.dtype(kind.numpy()) for name in states if is_integer(kind := kinds[name])}
         self._codes: dict[str, SiteOutput] = {}
-        encodings = {site.name: site.encoding for site in stored_sites(file)} if self._dtypes else {}
+        encodings = {site.name: site.encoding for site in stored_sites(file)} if integers else {}
+        self._dtypes = {name: dtype for name, dtype in integers.items() if states[name]["site"] in encodings}
         for name in self._dtypes:
             for each in (name, states[name]["output"]):
                 self._codes[each] = SiteOutput(states[name]["site"], 0, each, encodings[states[name]["site"]])

@@ -60,11 +60,11 @@ class Stream(nn.Module):
 @pytest.mark.medium
 def test_a_state_that_was_only_ever_zero_is_named():
     x, zero = torch.randn(16, 4), torch.zeros(16, 8)
-    ((site, *_, reason, rule),) = said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, zero)] * 2)
+    ((site, *_, reason, rule),) = said(qtk.QuantSim(Stream().eval(), (x, zero), config="openvino"), [(x, zero)] * 2)
     assert site == "h:input"
     assert "was 0 in all data" in reason
     assert "states={'h': 1}" in rule
-    assert said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, torch.randn(16, 8))]) == []
+    assert said(qtk.QuantSim(Stream().eval(), (x, zero), config="openvino"), [(x, torch.randn(16, 8))]) == []
 
 
 @pytest.mark.medium

@@ -74,7 +74,7 @@ def test_names_of_islands_never_become_paths(names, tmp_path):
     assert all(path.is_file() for path in directory.iterdir())
     assert len(list(directory.glob("*.onnx"))) == len(names)
     result = sim.verify_export(directory, [x, -x], turns=0)
-    assert result.exact.differing == 0.0
+    assert result.exact.total.beyond_one_step == 0.0  # 16 bits: a sum in another order may be on the other side
     assert len(result.islands) == (len(names) if len(names) > 1 else 0)
     back = qtk.QuantSim(ManyIslands(names), x)
     sim.save(tmp_path / "saved")

@@ -249,7 +249,8 @@ def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
 @pytest.mark.medium
 def test_time_stays_free_where_a_net_is_one_op(tmp_path):
     x = torch.randn(2, 7, 8)
-    sim = qtk.QuantSim(nn.LSTM(8, 8, batch_first=True).eval(), x, config="onnxruntime", dynamic_shapes="all")
+    config = {"version": 1, "extends": "onnxruntime", "rules": [{"match": {"op": "lstm"}, "inside": "float"}]}
+    sim = qtk.QuantSim(nn.LSTM(8, 8, batch_first=True).eval(), x, config=config, dynamic_shapes="all")
     sim.compute_encodings([x], progress=False)
     round_scales(sim)
     program = exported(sim, tmp_path / "export")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from qtk.core.free_name import free_name
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.onnxruntime.moved_codes import carries_codes
 from qtk.export.onnx.value_names import ValueNames
@@ -24,10 +25,10 @@ def max_behind(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNa
     """Lets nodes, each at the index of one of its inputs, read ``x``, made by a node, through Max. In place."""
     same = ir.node("Max", [x], outputs=[value_of(x.dtype, x.shape)])
     names.give(same.outputs[0], names.free(f"{x.name}/Max"))
-    same.name = same.outputs[0].name
     producer = x.producer()
     assert producer is not None
     assert producer.graph is not None
+    same.name = free_name(str(same.outputs[0].name), {node.name for node in producer.graph})
     producer.graph.insert_after(producer, same)
     for reader, index in reads:
         reader.replace_input_with(index, same.outputs[0])
