@@ -55,6 +55,7 @@ def plain(lengths, seed):
     return sequences(seed=seed, lengths=lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 def test_a_quantized_net_in_both_directions_is_codes_up_to_the_head(tmp_path):
     sim, path = exported(packed.ToLongest(), plain, tmp_path)

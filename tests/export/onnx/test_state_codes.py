@@ -131,6 +131,7 @@ def test_a_file_of_codes_is_verified_as_one_of_floats_is(exported):
         assert min(each.sqnr_db for each in (*run.outputs, *run.sites)) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize(("rule", "dtype"), [
     ({"bits": 8, "symmetric": True, "granularity": "per_channel", "axis": 1}, np.int8),

@@ -102,6 +102,7 @@ def test_a_test_leaves_out_each():
     assert {each.name for each in PASSES} == left_out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "shape", "given"), [
     (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
