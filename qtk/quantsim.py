@@ -202,7 +202,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a
                 list with the mask of each side of an encoder-decoder, or a function from a batch to bool [samples,
                 tokens]; ``None``: all. A mapping from masks to the names of their inputs where names do not tell.
-            reset: where a sequence begins, of a model with ``states``: short for ``qtk.Sequences(data, reset=reset)``.
+            reset: where a sequence begins, of a model with ``states`` or buffers that forward writes: short for
+                ``qtk.Sequences(data, reset=reset)``.
 
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.

@@ -170,8 +170,11 @@ class _Run:
         return Quantized(self._sim or self._builder.simulation(self._best), self.account)
 
     def _keeps_integers(self) -> bool:
-        """Whether dynamic quantization is as fast as far as can be seen; if nothing was made yet, it may be."""
-        return self._sim is None or self._builder.keeps_integers(self._sim)
+        """Whether dynamic quantization is as fast as far as can be seen; if no trial gave a simulation, it may be."""
+        if self._best is None:
+            return True
+        self._sim = self._sim or self._builder.simulation(self._best)  # none where the trial was read from the log
+        return self._builder.keeps_integers(self._sim)
 
     def _try(self, step: str, choices: Choices) -> None:
         before, measured, sim = self._sim, self._log.find(choices), None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtk.calibration.sampled_values import some_values
 from qtk.calls.inputs import input_leaves
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -30,9 +31,6 @@ from qtk.quantizers.quantizer import Mode
 
 ELEMENTWISE = frozenset({Scaling.KEPT, Scaling.CLAMPED, Scaling.ADDED, Scaling.MULTIPLIED, Scaling.DIVIDED})
 """What becomes of factors of channels in ops that compute each element from those at its own place."""
-
-SAMPLE = 256
-"""Values of a member that are kept."""
 
 NO_MEMBER = -1.0
 """The label of elements that are none of a member."""
@@ -155,7 +153,7 @@ class _LabelWalk:
         for index in torch.unique(labels).tolist():
             if index in range(len(self._names)):
                 own = value[labels == index]
-                members[self._names[int(index)]] = own[:: max(own.numel() // SAMPLE, 1) | 1].float()
+                members[self._names[int(index)]] = some_values(own).float()
         return members
 
     def _labels_of(self, node: fx.Node) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.merged_members import MemberSamples
+from qtk.calibration.sampled_values import some_values
 from qtk.calls.states import proposed_states
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
@@ -30,6 +31,7 @@ from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.core.transfer import HOST, moved
+from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
 from qtk.numerics.affine import fake_quantize
@@ -38,9 +40,6 @@ from qtk.observers.observer import Observer
 from qtk.ops.simulate import simulate_dynamic
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.table import Column, Table
-
-SAMPLE = 256
-"""Values of a site that are kept of a call."""
 
 CALLS = 4
 """First calls of a site of which values are kept; later ones if their number is a power of two."""
@@ -96,6 +95,7 @@ class SiteSamples:
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
+        self._steps = {site for sites in dynamic_steps(simulation).values() for site in sites}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -134,24 +134,27 @@ class SiteSamples:
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
         ]
         names = {each.name for each in found if each is not None}
-        found += (each for each in self._unheld_members(simulation, precise) if each.name.split()[0] not in names)
+        found += self._unheld_members(simulation, precise, names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
-    def _unheld_members(self, simulation: Simulation, precise: Literal[16, "float"]) -> Iterator[UnheldSite]:
-        """The members of float merges that the common range of a site behind does not hold."""
+    def _unheld_members(
+        self, simulation: Simulation, precise: Literal[16, "float"], named: Collection[str]
+    ) -> Iterator[UnheldSite]:
+        """The members of float merges that the common range of a site behind, none of ``named``, does not hold."""
         for site, members in self.members.items():
-            quantizer = simulation.quantizers.get(site)
+            quantizer = None if site.name in named else simulation.quantizers.get(site)
             encoding = None if quantizer is None else quantizer.encoding
             if encoding is None or isinstance(encoding.spec.dtype, FloatDtype) or encoding.scale.numel() > 1:
                 continue
-            is_wide = precise != "float" and encoding.spec.dtype.bits >= precise
+            is_wide, on_host = precise != "float" and encoding.spec.dtype.bits >= precise, encoding.to(HOST)
             for name, values in members.items():
-                judged = _judged(site, simulation.plan[site], values[values.isfinite()].to(HOST), encoding.to(HOST),
+                judged = _judged(site, simulation.plan[site], values[values.isfinite()].to(HOST), on_host,
                                  "float" if is_wide else precise, None, None)
                 if judged is not None:
                     others = ", ".join(other for other in members if other != name)
                     yield replace(judged, name=f"{site.name} of {name}",
                                   reason=f"{judged.reason}, as it shares a range with {others}")
+
     def is_held_at_run_time(self, site: Site, bits: int) -> bool:
         """Whether a width holds the values of a site that is quantized dynamically, as far as was seen.
 
@@ -194,9 +197,9 @@ class SiteSamples:
         self._seen[site] += 1
         seen = self._seen[site]
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
-            self._values[site].append(_some(x.detach()))
-            if quantizer.spec.dynamic:
-                self._rounded[site].append(_some(simulate_dynamic(x.detach(), quantizer.spec)))
+            self._values[site].append(some_values(x.detach()))
+            if site in self._steps:  # ``is_held_at_run_time`` is asked of these alone
+                self._rounded[site].append(some_values(simulate_dynamic(x.detach(), quantizer.spec)))
 
 
 class _Sampled:
@@ -212,16 +215,6 @@ class _Sampled:
         self._keep(x)
         if self._observer is not None:
             self._observer.observe(x)
-
-
-def _some(x: Tensor) -> Tensor:
-    """About ``SAMPLE`` values, evenly spread in memory; a step that is odd meets all channels."""
-    in_memory, step = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)), max(x.numel() // SAMPLE, 1) | 1
-    try:
-        return in_memory.view(-1)[::step].clone()  # nothing is copied but the sample
-    except RuntimeError:  # a part of a tensor
-        places = torch.unravel_index(torch.arange(0, x.numel(), step, device=x.device), in_memory.shape)
-        return in_memory[places]
 
 
 def _in_question(

@@ -77,13 +77,8 @@ def outputs(
     Raises: CalibrationError if there is no batch, or naming the batch that cannot be read, or that the model does not
         run on.
     """
-    if num_batches is not None and num_batches < 1:
-        raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    _check(data, num_batches)
     num_batches = None if num_batches is None else min(num_batches, sys.maxsize)
-    if not isinstance(data, Iterable):
-        raise CalibrationError(
-            f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"
-        )
     run = forward or run_batch
     total = min((number for number in (length_of(data), num_batches) if number is not None), default=None)
     batches = read(data, num_batches)
@@ -224,11 +219,7 @@ def in_memory(
     Raises: CalibrationError for data that are no batches, fewer than ``least``, or more than ``MOST_UNCOUNTED`` without
         ``num_batches``.
     """
-    if not isinstance(data, Iterable):
-        raise CalibrationError(f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got "
-                               f"{type(data).__name__}")
-    if num_batches is not None and num_batches < 1:
-        raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    _check(data, num_batches)
     batches = list(read(data, MOST_UNCOUNTED + 1 if num_batches is None else num_batches))
     if num_batches is None and len(batches) > MOST_UNCOUNTED:
         raise CalibrationError(f"the data have more than {MOST_UNCOUNTED} batches, which would all be kept in memory; "
@@ -236,6 +227,16 @@ def in_memory(
     if len(batches) < least:
         raise CalibrationError(f"at least {least} batches are needed, got {len(batches)}" + (f": {why}" if why else ""))
     return like(data, batches)
+
+
+def _check(data: object, num_batches: int | None) -> None:
+    """Raises: CalibrationError for data that are no batches, or a number of them below 1."""
+    if num_batches is not None and num_batches < 1:
+        raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    if not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"
+        )
 
 
 @runs_model

@@ -16,7 +16,9 @@ Reset: TypeAlias = int | Callable[[Any], bool]
 class Sequences:
     """Batches that say where a sequence begins: there a model with states takes those that the batch brings along.
 
-    Every function that takes data takes them; without them, all batches are the steps of one sequence.
+    Every function of a simulation that takes data takes them (``qtk.quantize`` does not: its simulations have no
+    states); without them, all batches are the steps of one sequence. ``compute_encodings(data, reset=3)`` is short for
+    them.
 
     >>> import qtk, torch
     >>> class Sum(torch.nn.Module):

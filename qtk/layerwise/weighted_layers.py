@@ -70,20 +70,22 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
     readers = _readers_of_parameters(model)
-    uses = list(_uses(model))
-    uses_of: dict[Quantizer, list[Use]] = {}
-    for _, use, quantizer in uses:
-        uses_of.setdefault(quantizer, []).append(use)
-    for graph, (flow, row, port), quantizer in uses:
+    uses_of: dict[Quantizer, list[tuple[fx.GraphModule, Use]]] = {}
+    for graph, use, quantizer in _uses(model):
+        uses_of.setdefault(quantizer, []).append((graph, use))
+    for quantizer, uses in uses_of.items():
         try:
-            _check_readers(flow, port)
-            layer = _layer(graph, flow, row, port, quantizer, shared, output_parts(uses_of[quantizer]))
-            if not _is_read_by(quantizer, layer, readers[id(layer.parameter)]):
-                raise NotALayer("is read in another format, or in float, by other ops too")
-            known = layers.setdefault(quantizer.site, layer)
-            if known.geometry != layer.geometry:
-                raise NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
-            known.uses.update(layer.uses)
+            for flow, _, port in (use for _, use in uses):
+                _check_readers(flow, port)
+            parts = output_parts(use for _, use in uses)
+            for graph, (flow, row, port) in uses:
+                layer = _layer(graph, flow, row, port, quantizer, shared, parts)
+                if not _is_read_by(quantizer, layer, readers[id(layer.parameter)]):
+                    raise NotALayer("is read in another format, or in float, by other ops too")
+                known = layers.setdefault(quantizer.site, layer)
+                if known.geometry != layer.geometry:
+                    raise NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
+                known.uses.update(layer.uses)
         except NotALayer as reason:
             skipped[quantizer.site] = str(reason)
     return [layer for name, layer in layers.items() if name not in skipped], skipped

@@ -14,12 +14,10 @@ from qtk.graph.flow import maker
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import EXCLUDED, edge_site, is_float, label, ports, value_site
 from qtk.nn.recurrent import Recurrent, RecurrentCell
+from qtk.operators.targets import packed_call
 from qtk.planning.draft import Draft
 from qtk.planning.recurrent_profiles import DYNAMIC, Profile
 from qtk.planning.rules import Matchable, to_spec
-
-PACKED = 4
-"""Position of the batch sizes among the arguments of a recurrent net that is called with packed sequences."""
 
 
 def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
@@ -79,7 +77,7 @@ def _without_kernel(draft: Draft, node: fx.Node) -> str | None:
         return composite.kind if isinstance(composite, Recurrent | RecurrentCell) else "attention"
     if isinstance(composite, Recurrent) and composite.projected:
         return "projected states"
-    if len(node.args) > PACKED:
+    if packed_call(node):
         return "packed sequences"
     (data, *_) = ports(node)
     if data.value.meta["val"].dtype != torch.float32:

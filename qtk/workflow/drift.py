@@ -10,7 +10,7 @@ from torch import Tensor
 from qtk.calls.states import states_of
 from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.data.rolled_states import NAME_STATES, written_places
-from qtk.data.sequences import like
+from qtk.data.sequences import Sequences, like
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
@@ -34,7 +34,8 @@ def drift(
         forward: as for ``compute_encodings``.
         progress: show bars.
 
-    Raises: CalibrationError without states or data, or if ``steps`` is not positive.
+    Raises: CalibrationError without states or data, if ``steps`` is not positive, or if the batches follow again and
+        are no whole sequences.
     """
     states = states_of(simulation.model)
     if not states and not written_places(simulation.model):
@@ -44,6 +45,11 @@ def drift(
         raise CalibrationError(f"steps must be at least 1, or None for one a batch; got {steps}")
     batches = in_memory(data, None)
     total = len(batches) if steps is None else steps
+    reset = batches.reset if isinstance(batches, Sequences) and not callable(batches.reset) else 1
+    if total > len(batches) and len(batches) % reset:
+        raise CalibrationError(f"{len(batches)} batches are no whole sequences of {reset}, so they cannot follow one "
+                               f"another for {total} steps; give at most {len(batches)} steps, or "
+                               f"{len(batches) // reset * reset or reset} batches")
     sequence = like(batches, [*itertools.islice(itertools.cycle(batches), total)])
 
     def run(label: str) -> Iterable[list[Tensor]]:

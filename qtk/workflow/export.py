@@ -261,8 +261,10 @@ def _onnx(
                           "model.float() instead", stacklevel=2)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
-    names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
-    if names and int16_sums:
+    names = [
+        name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))
+    ] if int16_sums else []
+    if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
             f"products of 8-bit inputs and the int8 codes of {names[0]}{others} can overflow the int16 that "

@@ -142,6 +142,26 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
         qtk.quantize(nn.Sequential(*model()[:2]), BATCHES, directory=tmp_path, **settings)
 
 
+@pytest.mark.medium
+def test_a_resumed_run_tries_dynamic_quantization_as_late_as_a_whole_one(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+    data, evaluated = list(torch.randn(4, 8, 1, 6, 6)), []
+
+    def metric(each, stop=3):
+        evaluated.append(each)
+        if len(evaluated) == stop:
+            raise KeyboardInterrupt
+        return 0.0
+
+    settings = {"target": "onnxruntime", "evaluate": metric, "max_drop": -1.0, "progress": False, "directory": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        qtk.quantize(net, data, **settings)
+    _, account = qtk.quantize(net, data, **settings)
+    steps = [trial.step for trial in account.trials]
+    assert steps.index("dynamic quantization") > 1
+
+
 @pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("other", [{"evaluate": lambda net: 0.5}, {"scheme": "mse"}, {"data": BATCHES[::-1]}])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.calibration.width_check import FEWEST_CODES, SAMPLE, SiteSamples, _some
+from qtk.calibration.width_check import FEWEST_CODES, SiteSamples
 from qtk.core.encoding import Encoding
 
 
@@ -142,13 +142,3 @@ def test_padding_is_no_value_of_a_site():
     sim = qtk.QuantSim(Net().eval(), (x, mask))
     assert [row[0] for row in said(sim, [(x, mask)], valid="mask")] == ["x:input"]
     assert said(sim, [(x, mask)]) == []
-
-
-@pytest.mark.parametrize("x", [
-    torch.randn(8, 33, 40), torch.randn(8, 40, 33).transpose(1, 2), torch.randn(4, 33, 3, 40).permute(2, 0, 3, 1)[1],
-    torch.randn(2, 3), torch.randn(8, 33, 40)[:, ::2], torch.randn(8, 1, 40).expand(8, 33, 40),
-])
-def test_values_are_spread_evenly_in_memory_also_of_a_part_of_a_tensor(x):
-    order = sorted(range(x.ndim), key=x.stride, reverse=True)
-    values = x.permute(order).flatten()
-    assert torch.equal(_some(x), values[:: max(x.numel() // SAMPLE, 1) | 1])

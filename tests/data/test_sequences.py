@@ -36,6 +36,10 @@ def test_a_drift_longer_than_its_data_goes_through_the_sequences_again(sim):
     first = batches(3)
     drift = sim.drift(qtk.Sequences(first, reset=lambda batch: batch is first[0]), steps=7, progress=False)
     assert drift.sqnr_db[:3] == drift.sqnr_db[3:6]
+    drift = sim.drift(qtk.Sequences(first, reset=3), steps=7, progress=False)
+    assert drift.sqnr_db[:3] == drift.sqnr_db[3:6]
+    with pytest.raises(CalibrationError, match=r"3 batches are no whole sequences of 2, so .* at most 3 steps, or 2"):
+        sim.drift(qtk.Sequences(first, reset=2), steps=7, progress=False)
 
 
 @pytest.mark.parametrize(("data", "reset", "error"), [

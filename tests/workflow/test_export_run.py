@@ -1,5 +1,6 @@
 """What an export says of files that compute otherwise than the simulation."""
 
+import math
 import warnings
 
 import numpy as np
@@ -96,6 +97,9 @@ def test_the_optimizations_may_amplify_about_as_much_as_a_run_without_them():
 
     assert _are_near(outputs(13.0), outputs(18.0))
     assert not _are_near(outputs(11.0), outputs(18.0))
+    both = [outputs(each)[0] for each in (math.inf, 13.0)], [outputs(each)[0] for each in (math.inf, 18.0)]
+    assert _are_near(*both)  # one output is exact in both runs
+    assert not _are_near(both[0], [outputs(math.nan)[0], both[1][1]])
     assert not _are_near(outputs(13.0), [])  # without them the outputs are those of the simulation
 
 

@@ -2,7 +2,7 @@
 
 A packed value [ΣN, …] becomes a padded one [T, N, …], the time first; steps beyond a length hold anything. The cases:
 
-1. ``pack_padded`` hands on its input.
+1. ``pack_padded`` is replaced by its input.
 2. A recurrent net reads and returns padded values; in place of the batch sizes it takes the lengths.
 3. A dropout, and the marker of a quantizer whose range would not be taken over the padding, read and return padded
    values.
