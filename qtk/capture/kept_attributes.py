@@ -16,7 +16,8 @@ OF_TORCH = frozenset(vars(nn.Module()))
 def noting_changes(model: nn.Module) -> Callable[[], tuple[str, ...]]:
     """A function that names the attributes of the modules of ``model`` that have changed since.
 
-    Of numbers, texts, tensors and containers of these the values count, of anything else which object it is.
+    Of numbers, texts, tensors, and of lists, tuples and dicts of these, the values count; of anything else which object
+    it is.
 
     >>> class Count(nn.Module):
     ...     number = 0
@@ -67,5 +68,5 @@ def _is_same(before: object, value: object) -> bool:
             return isinstance(before, Mapping) and before.keys() == value.keys() and all(
                 _is_same(before[key], item) for key, item in value.items())
         case bool() | int() | float() | str():
-            return type(before) is type(value) and before == value
+            return before is value or (type(before) is type(value) and before == value)  # NaN is itself
     return before is value

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from qtk.calls.calls import Call
 from qtk.capture.composites import sequence_composite
 from qtk.capture.holders import hold
+from qtk.capture.packed_sequences import zero_states
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.graph.sites import name_sites
 from qtk.torch_private import FakeTensorMode
@@ -67,7 +68,7 @@ def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
 
     data = node_for("placeholder", "data", packed.data)
     sizes = node_for("placeholder", "batch_sizes", packed.batch_sizes)
-    starts = _start_states(module, packed)
+    starts = list(zero_states(module, packed.data, int(packed.batch_sizes[0])))
     states = [node_for("placeholder", f"state_{index}", value) for index, value in enumerate(starts)]
     tensors = [[module.get_parameter(name) for name in names] for names in (weights, biases)]
     nodes = [[node_for("get_attr", name, module.get_parameter(name)) for name in names] for names in (weights, biases)]
@@ -88,11 +89,3 @@ def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
 
 def _arguments(call: Call) -> list[object]:
     return [*call.args, *call.kwargs.values()]
-
-
-def _start_states(module: nn.RNNBase, packed: PackedSequence) -> list[Tensor]:
-    steps, batch = module.num_layers * (2 if module.bidirectional else 1), int(packed.batch_sizes[0])
-    widths = [module.proj_size or module.hidden_size]
-    if module.mode == "LSTM":
-        widths.append(module.hidden_size)
-    return [packed.data.new_zeros(steps, batch, width) for width in widths]

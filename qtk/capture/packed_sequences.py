@@ -78,7 +78,9 @@ def packing_as_ops() -> Iterator[None]:
         sequences = count(batch_sizes)
         if hx is not None:
             _check_states(net, hx, sequences)
-        states = _zeros(net, data, sequences) if hx is None else net.permute_hidden(hx, order)
+        zeros = zero_states(net, data, sequences)
+        start: Any = zeros if net.mode == "LSTM" else zeros[0]
+        states = start if hx is None else net.permute_hidden(hx, order)
         settings = net.bias, net.num_layers, net.dropout, net.training, net.bidirectional
         parameters = [net.get_parameter(name) for names in rnn_parameter_names(net) for name in names]
         run = getattr(rnn_kernels, net.mode.lower())
@@ -185,10 +187,10 @@ def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences
             torch._check(length == expected)
 
 
-def _zeros(net: nn.RNNBase, data: Tensor, sequences: Size) -> Tensor | tuple[Tensor, ...]:
-    states = tuple(torch.zeros(_steps(net), sequences, width, dtype=data.dtype, device=data.device)
-                   for width in _widths(net))
-    return states if len(states) > 1 else states[0]
+def zero_states(net: nn.RNNBase, data: Tensor, sequences: Size) -> tuple[Tensor, ...]:
+    """The first states of a net that is given none: of all layers, each [layers · directions, N, width]."""
+    return tuple(torch.zeros(_steps(net), sequences, width, dtype=data.dtype, device=data.device)
+                 for width in _widths(net))
 
 
 def _steps(net: nn.RNNBase) -> int:

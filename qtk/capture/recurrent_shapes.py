@@ -65,6 +65,6 @@ def _results_of_packed(
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
     """As ``_results``, of a packed sequence. Shape: data [ΣN, I]."""
-    states = [hx] if isinstance(hx, Tensor) else list(hx)
-    output = data.new_zeros(data.shape[0], states[0].shape[-1] * (2 if bidirectional else 1))
-    return (output, *(state.new_zeros(state.shape) for state in states))
+    settings = has_biases, num_layers, dropout, train, bidirectional, False
+    output, *states = _results(data.unsqueeze(0), hx, params, *settings)
+    return (output.squeeze(0), *states)

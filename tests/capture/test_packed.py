@@ -7,6 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qtk.calls.calls import Call
 from qtk.capture.packed import build_packed, takes_packed
+from qtk.graph.sites import OWNER, label
 
 NETS = {
     "lstm": lambda: nn.LSTM(3, 5, num_layers=2, bidirectional=True),
@@ -40,8 +41,7 @@ def test_the_graph_is_the_net_for_other_lengths_in_any_order(name, given_states)
         states = (states if len(states) > 1 else states[0],)
     expected, found = flat(net(other, *states)), flat(graph(other, *states))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    sites = {node.meta["custom"]["qtk_site"] for node in graph.graph.nodes if "qtk_site" in node.meta.get("custom", {})}
-    assert sites == set() or all("encoder" in site for site in sites)
+    assert {label(node, OWNER) for node in graph.graph.nodes if node.op == "call_module"} == {"encoder"}
 
 
 def test_only_a_recurrent_net_with_a_packed_sequence_takes_this_way():

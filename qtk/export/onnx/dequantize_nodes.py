@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 
 from qtk.export.onnx.node_writer import insert_before, value_of
@@ -75,3 +78,18 @@ def codes_of(dequantize: ir.Node) -> ir.Value:
     codes = dequantize.inputs[0]
     assert codes is not None
     return codes
+
+
+def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
+    """Whether codes are of an integer type: many operators have no float8, in ONNX or in ONNX Runtime."""
+    return kind is not None and kind.is_integer()
+
+
+def have_equal_encodings(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two nodes quantize or dequantize by equal constants, of one type and along one axis."""
+    pairs = [[None if each is None else ir.convenience.get_const_tensor(each) for each in pair]
+             for pair in zip_longest(a.inputs[1:], b.inputs[1:])]
+    axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else None for node in (a, b)]
+    return axes[0] == axes[1] and all(
+        one is not None and other is not None and one.dtype == other.dtype
+        and np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)

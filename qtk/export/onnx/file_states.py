@@ -20,15 +20,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir import tensor_adapters
 from torch import Tensor, fx
 
 from qtk.calls.states import returned_states
 from qtk.errors import ExportError
 from qtk.export.file_signature import file_signature
-from qtk.export.onnx.node_writer import array_of
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import buffer_values
 
@@ -94,7 +93,8 @@ def _encoded(value: Tensor) -> dict[str, object]:
     first = value.flatten()[0] if value.numel() else None
     if first is not None and bool(first.isfinite()) and bool((value == first).all()):
         return {"value": first.item()}
-    return {"data": base64.b64encode(array_of(value).tobytes()).decode()}
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16
+    return {"data": base64.b64encode(data.numpy().tobytes()).decode()}
 
 
 def _decoded(value: ir.Value, entry: Mapping[str, object]) -> Tensor | None:
@@ -102,8 +102,8 @@ def _decoded(value: ir.Value, entry: Mapping[str, object]) -> Tensor | None:
         return None
     if value.dtype is None or value.shape is None:
         raise ValueError(f"{value.name} has no type")
-    shape, dtype = [int(length) for length in value.shape], value.dtype.numpy()
+    shape, dtype = [int(length) for length in value.shape], tensor_adapters.to_torch_dtype(value.dtype)
     if "value" in entry:
-        return torch.from_numpy(np.full(shape, entry["value"], dtype))
-    array = np.frombuffer(base64.b64decode(str(entry["data"]), validate=True), dtype)
-    return torch.from_numpy(array.reshape(shape).copy())
+        return torch.full(shape, entry["value"], dtype=dtype)  # type: ignore[arg-type]
+    data = bytearray(base64.b64decode(str(entry["data"]), validate=True))
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)

@@ -111,7 +111,8 @@ def trace(
         program = _export(flat, [*leaves, *buffer_values(model).values()], free)
         graph = _translate(program, opset)
     signature = file_signature(model)
-    return MarkedGraph(graph, _input_names(model, program, graph), tuple(signature.outputs), equal_axes(model))
+    given = [*input_names(model), *(given for given, _ in signature.buffers.values())]
+    return MarkedGraph(graph, _input_names(given, program, graph), tuple(signature.outputs), equal_axes(model))
 
 
 def _marked(
@@ -144,7 +145,7 @@ def _marked(
             copied.add_module("active_tap", _ActiveTap())
         flat.set_submodule(str(node.target), copied)
     if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
-        followed = [site.name for site in sites.values() if _is_by_element(site)]
+        followed = {site.name for site in sites.values() if _is_by_element(site)}
         drop_sorting(flat.graph, followed)
         pad_sequences(flat, followed)
     return flat
@@ -275,10 +276,10 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     return graph
 
 
-def _input_names(model: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
+def _input_names(
+    prepared_names: Sequence[str], program: torch.export.ExportedProgram, graph: ir.Model
+) -> tuple[str, ...]:
     """Names of the inputs in the prepared model; torch's exporter names them after the exported program."""
-    buffers = (given for given, _ in file_signature(model).buffers.values())
-    prepared_names = [*input_names(model), *buffers]
     program_names = [node.name for node in program.graph.find_nodes(op="placeholder")]
     inputs_of_program = program_names[len(program_names) - len(prepared_names):]  # parameters come before
     prepared_name = dict(zip(inputs_of_program, prepared_names, strict=True))

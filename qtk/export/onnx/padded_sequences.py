@@ -57,7 +57,7 @@ class _Rewriting:
         self.graph, self.followed = graph, followed
         self.padded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self.lengths: dict[fx.Node, fx.Node] = {}
-        self.replaced: set[fx.Node] = set()
+        self.replaced: dict[fx.Node, None] = {}
         """The nodes that are no longer packed, though their readers may want that."""
         self.rewritten: set[fx.Node] = set()
         """The readers of packed values that read padded ones now."""
@@ -129,7 +129,7 @@ class _Rewriting:
 
     def _stands_for(self, data: fx.Node, value: fx.Node, lengths: fx.Node) -> None:
         self.padded[data] = value, lengths
-        self.replaced.add(data)
+        self.replaced[data] = None
 
     def pack_for_others(self) -> None:
         """Case 5."""

@@ -47,15 +47,11 @@ def _with_lengths(translation: Callable[..., tuple[ir.Value, ...]]) -> Callable[
     def translate(x: ir.Value, lengths: ir.Value, hx: object, params: object, *settings: object) -> object:
         int32 = op.Cast(lengths, to=ir.DataType.INT32)
         results = translation(x, hx, params, *settings, False)
-        pending: list[ir.Value | None] = [results[0]]
-        while pending:
-            value = pending.pop()
-            node = None if value is None or value is x else value.producer()
-            if node is None:
-                continue
+        value: ir.Value | None = results[0]
+        while value is not None and value is not x and (node := value.producer()) is not None:
             if node.op_type in ("LSTM", "GRU"):
                 node.replace_input_with(LENGTHS, int32)
-            pending.append(node.inputs[0])
+            value = node.inputs[0]
         return results
 
     return translate

@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 from qtk.export.onnx.padded_sequences import PAD, elements, hands_on
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import row_of
 from qtk.operators.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 
@@ -70,12 +72,37 @@ class _Sort:
             for user in pending.pop().users:
                 if hands_on(user, self.followed):
                     pending.append(user)
-                elif not self._is_packed_here(user):
+                elif not self._is_packed_here(user) or not self._is_put_back(user):
                     return False
                 elif packed_call(user):
                     pending += elements(user, 0)
         sizes = [user for value in elements(packing, 1) for user in value.users]
         return all(user.target is _ATEN.sym_size.int or self._is_packed_here(user) for user in sizes)
+
+    def _is_put_back(self, node: fx.Node) -> bool:
+        """Whether the sequences of a net or a padding are in the order of the lengths before and behind it.
+
+        First states of a net are created or put in the order of the sort, and all but packed results are put back.
+        """
+        if packed_call(node) and not all(map(self._is_sorted, node.args[1])):  # type: ignore[arg-type]
+            return False
+        pending = [each for each in node.users if not (packed_call(node) and each.args[1] == 0)]
+        while pending:
+            for user in pending.pop().users:
+                if hands_on(user, self.followed):
+                    pending.append(user)
+                elif user.target is not _ATEN.index_select.default or user.args[2] not in self.back:
+                    return False
+        return True
+
+    def _is_sorted(self, state: fx.node.Argument) -> bool:
+        while isinstance(state, fx.Node) and hands_on(state, self.followed):
+            state = state.args[0]
+        if not isinstance(state, fx.Node):
+            return False
+        row = row_of(state)
+        return (row is not None and row.role is Role.CREATE) or (
+            state.target is _ATEN.index_select.default and state.args[2] in self.order)
 
     def _is_for_packing(self, node: fx.Node) -> bool:
         if node.target is not _ATEN.index_select.default:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TypeGuard
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.errors import ExportError
+from qtk.export.onnx.dequantize_nodes import have_equal_encodings, is_integer
 from qtk.export.onnx.file_states import STATES
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import qparam_name
@@ -52,11 +51,6 @@ def return_codes(model: ir.Model) -> None:
         _return_codes(graph, names, pair)
     RemoveUnusedNodesPass()(model)
     graph.sort()
-
-
-def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
-    """Whether values of a type are integers."""
-    return kind is not None and kind.is_integer()
 
 
 def _pair(graph: ir.Graph, site: str, index: int) -> _Pair:
@@ -133,13 +127,7 @@ def _is_alike(dequantize: ir.Node, pair: _Pair) -> bool:
     codes = dequantize.inputs[0]
     if dequantize.op_type != "DequantizeLinear" or codes is None or codes.is_initializer():
         return False
-    ours, theirs = pair.quantize, dequantize
-    tensors = [[None if value is None else value.const_value for value in node.inputs[1:]] for node in (ours, theirs)]
-    axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else None for node in (ours, theirs)]
-    return axes[0] == axes[1] and len(tensors[0]) == len(tensors[1]) and all(
-        a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
-        for a, b in zip(*tensors, strict=True)
-    )
+    return have_equal_encodings(dequantize, pair.quantize)
 
 
 def _append(

@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
+from onnx_ir import tensor_adapters
 from torch import nn
 
 import qtk
 from qtk.errors import ExportError
-from qtk.export.onnx.file_states import STATES, file_states
+from qtk.export.onnx.file_states import STATES, _decoded, _encoded, file_states
 from qtk.runtimes.session import create_session
 from tests.zoo.streams import STREAMS, frames, stream
 
@@ -111,3 +113,15 @@ def test_broken_metadata_are_named(streams, tmp_path):
         onnx.save(model, tmp_path / "broken.onnx")
         with pytest.raises(ExportError, match=r"the metadata qtk\.states is broken: .*export the file again"):
             file_states(tmp_path / "broken.onnx")
+
+
+@pytest.mark.parametrize("value", [
+    torch.tensor([[1.5, -2.0], [0.0, 3.25]], dtype=torch.bfloat16), torch.full((2, 3), 0.5, dtype=torch.bfloat16),
+    torch.tensor([2**40, -1]), torch.tensor([True, False]), torch.tensor([torch.nan, 1.0]), torch.zeros(0, 4),
+])
+def test_first_values_are_read_back_in_every_type(value):
+    port = ir.Value(name="h", shape=ir.Shape(value.shape),
+                    type=ir.TensorType(tensor_adapters.from_torch_dtype(value.dtype)))
+    read = _decoded(port, json.loads(json.dumps(_encoded(value))))
+    assert read.dtype == value.dtype
+    torch.testing.assert_close(read, value, rtol=0, atol=0, equal_nan=True)

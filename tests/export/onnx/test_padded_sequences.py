@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.utils import _pytree as pytree
 import qtk
 from qtk.export.onnx.padded_sequences import batch_sizes_of, lengths_of, padded_to, repacked, unpacked
 from tests.export.onnx.simulated import run_onnx, run_simulation
-from tests.export.onnx.test_scan_over_time import operators
+from tests.export.onnx.test_scan_over_time import assert_near, operators
 from tests.zoo import packed
 from tests.zoo.packed import sequences
 
@@ -46,9 +45,7 @@ def assert_file_is_simulation(sim, path, inputs, optimized=(False, True)):
         leaves = pytree.tree_leaves(given := inputs(lengths, seed + 2))
         expected = run_simulation(sim.model, *given)
         for each in optimized:
-            for found, wanted in zip(run_onnx(path, *leaves, optimized=each), expected, strict=True):
-                assert found.shape == wanted.shape
-                assert (np.abs(found - wanted) > 1e-5).mean() <= 0.02
+            assert_near(run_onnx(path, *leaves, optimized=each), expected, sim)
 
 
 def plain(lengths, seed):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.onnxruntime.max_of_one import read_through_max
+from qtk.export.onnx.onnxruntime.max_of_one import max_behind
+from qtk.export.onnx.onnxruntime.moved_codes import carries_codes
 from qtk.export.onnx.value_names import ValueNames
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -21,15 +22,19 @@ def keep_float_weights(graph: ir.Graph, names: ValueNames) -> None:
             continue
         left, right = node.inputs[:2]
         for index, (data, weight) in enumerate(((left, right), (right, left))):
-            if data is not None and weight is not None and _is_float_constant(weight):
-                read_through_max(data, [(node, index)], names)
+            if data is not None and weight is not None and carries_codes(data) and _is_float_constant(weight):
+                max_behind(data, [(node, index)], names)
 
 
 def _is_float_constant(value: ir.Value) -> bool:
     """Whether a value follows from constants, none of which is dequantized."""
-    producer = value.producer()
-    if producer is None:
-        return value.is_initializer() or value.const_value is not None
-    if producer.op_type == "DequantizeLinear":
-        return False
-    return all(each is None or _is_float_constant(each) for each in producer.inputs)
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        producer = each.producer()
+        if producer is None and not (each.is_initializer() or each.const_value is not None):
+            return False
+        if producer is not None and producer.op_type == "DequantizeLinear":
+            return False
+        pending += () if producer is None else (source for source in producer.inputs if source is not None)
+    return True

@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
+from qtk.export.onnx.dequantize_nodes import (
+    DequantizeNodes,
+    codes_of,
+    dequantize_of,
+    have_equal_encodings,
+    is_integer,
+)
 from qtk.export.onnx.value_names import ValueNames
 
 CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
@@ -49,7 +55,7 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
             data = node.inputs[_data(node)[0]]
             joined = None if data is None else data.producer()
             if joined is not None and joined.op_type == "Concat" and node.op_type in ("Gather", "Where"):
-                _move(joined, nodes, are_alike=_have_equal_encodings)
+                _move(joined, nodes, are_alike=have_equal_encodings)
             _move(node, nodes)
 
 
@@ -90,7 +96,7 @@ def _move(
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
     sources = {index: dequantize_of(node.inputs[index]) for index in _data(node)}
     first = next(iter(sources.values()))
-    if first is None or codes_of(first).is_initializer() or not _are_integers(codes_of(first)):
+    if first is None or codes_of(first).is_initializer() or not is_integer(codes_of(first).dtype):
         return
     if any(source is None or not are_alike(source, first) for source in sources.values()):
         return
@@ -105,19 +111,6 @@ def _move(
         node.replace_input_with(index, codes_of(source))
     for value in node.outputs:
         nodes.behind(value, first)
-
-
-def _are_integers(codes: ir.Value) -> bool:
-    """Whether operators move codes of this type: many have no float8, in ONNX or in ONNX Runtime."""
-    return codes.dtype is not None and codes.dtype.is_integer()
-
-
-def _have_equal_encodings(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two DequantizeLinear read equal constants."""
-    pairs = [[None if each is None else ir.convenience.get_const_tensor(each) for each in pair]
-             for pair in zip(a.inputs[1:], b.inputs[1:], strict=True)]
-    return all(one is not None and other is not None and np.array_equal(one.numpy(), other.numpy())
-               for one, other in pairs)
 
 
 def _fill_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
