@@ -24,7 +24,7 @@ class Reordered(packed.Net):
 
     def forward(self, x, lengths):
         given = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        outputs, state = self.rnn(PackedSequence(given.data * 2, given.batch_sizes))
+        outputs, state = self.rnn(PackedSequence(given.data, given.batch_sizes))
         return self.head(pad_packed_sequence(outputs, batch_first=True)[0]), state[0]
 
 
