@@ -102,8 +102,9 @@ def _decoded(value: ir.Value, entry: Mapping[str, object]) -> Tensor | None:
         return None
     if value.dtype is None or value.shape is None:
         raise ValueError(f"{value.name} has no type")
-    shape, dtype = [int(length) for length in value.shape], tensor_adapters.to_torch_dtype(value.dtype)
-    if "value" in entry:
-        return torch.full(shape, entry["value"], dtype=dtype)  # type: ignore[arg-type]
+    shape = [int(length) for length in value.shape]
+    dtype: torch.dtype = tensor_adapters.to_torch_dtype(value.dtype)
+    if isinstance(entry.get("value"), int | float):  # true and false, too
+        return torch.tensor(entry["value"], dtype=dtype).repeat(shape)
     data = bytearray(base64.b64decode(str(entry["data"]), validate=True))
     return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
