@@ -44,11 +44,10 @@ def _beyond_samples(items):
 
 
 def _but_canaries(items):
-    """The tests but the first case of each function, unless its mark says ``canary=False`` or names it in ``slow``."""
+    """The tests but the first case of each function whose mark says ``canary=True``."""
     functions = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        mark = item.get_closest_marker("kernels").kwargs
-        if function in functions or not mark.get("canary", True) or item.originalname in mark.get("slow", ()):
+        if function in functions or not item.get_closest_marker("kernels").kwargs.get("canary", False):
             yield item
         functions.add(function)

@@ -247,6 +247,7 @@ def killed_in(step, target):
             killed()
 
 
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("step", ["write", "swap"])
 def test_what_a_killed_process_left_is_gone_after_the_next_call(step, tmp_path):

@@ -107,7 +107,7 @@ def test_it_trains(net, x):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [
     INT8_TOKEN, pytest.param({"bits": 8, "dynamic": True}, marks=pytest.mark.slow),
     pytest.param({"dtype": "fp8_e4m3", "granularity": "per_token"}, marks=pytest.mark.slow),
@@ -123,6 +123,7 @@ def test_compiled_is_eager(net, x, setting):
     assert float((own - eager).abs().max() / eager.abs().max()) < 0.02
 
 
+@pytest.mark.medium
 def test_layerwise_methods_see_activations_as_they_are_quantized(net, x):
     sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN), weight_bits=3)
     sim.compute_encodings(None)
@@ -258,6 +259,7 @@ def test_settings_that_make_no_sense_are_refused(net, x, given, said):
         qtk.QuantSim(net, x, config={"version": 1, **given})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("later", "spec", "how"),
     [

@@ -346,7 +346,7 @@ def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_fi
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_is_the_eager_one(backend, training):
@@ -415,7 +415,7 @@ def test_what_acts_by_the_type_of_a_batch_norm_acts():
     assert sum(type(module).__name__ == "FrozenBatchNorm2d" for module in sim.model.modules()) == 3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_islands_are_trained_live_and_exported(tmp_path):
     pytest.importorskip("onnxruntime")
     x = torch.randn(2, 4, 6, 6)

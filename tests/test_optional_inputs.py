@@ -133,7 +133,7 @@ def test_what_is_common_is_one_site_with_one_encoding(all_kinds):
     assert all(torch.equal(hidden, hidden.detach()) for hidden in sim.model(**KINDS["flag"]).hidden)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_plan_is_that_of_the_example_inputs(all_kinds):
     """Variants add sites of their own, and change none."""
     alone = qtk.QuantSim(model(), PLAIN)
@@ -247,7 +247,7 @@ def test_layerwise_methods_see_all_kinds():
     assert any(not torch.equal(encoding.scale, before[name]) for name, encoding in sim.encodings().items())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:the hooks of the model")
 def test_padded_tokens_of_a_kind_of_call_are_left_out_as_by_a_model_of_that_kind_alone():
     padded = {"input_ids": torch.where(MASK == 1, IDS, 19), "attention_mask": MASK}
@@ -269,7 +269,7 @@ def test_a_compiled_model_serves_all_kinds_without_breaks(all_kinds):
         assert equal(compiled(**inputs), all_kinds.model(**inputs))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_hooks_of_the_model_that_a_kind_of_call_does_not_run_are_a_warning(recwarn):
     sim, called = simulation(), []
     sim.model.register_forward_hook(lambda *call: called.append(call))
@@ -355,7 +355,7 @@ class Branching(nn.Module):
         return self.head(-x if x.sum() > 1e9 else x)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_islands_have_a_graph_for_each_kind():
     x, net = torch.randn(2, 6, 16), Branching().eval()
     prepared = qtk.prepare_model(net, x, variants=[(x, MASK[:2])])

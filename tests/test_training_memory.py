@@ -58,7 +58,7 @@ def test_gradients_are_those_of_a_graph_that_keeps_every_float(monkeypatch, name
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("learned", "limit"), [(False, 1.5), (True, 1.8)])
 def test_a_transformer_keeps_little_more_than_in_float(learned, limit):
     sim = simulation("digits_vit")

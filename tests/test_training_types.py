@@ -145,7 +145,7 @@ def pair(request):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
     model, prepared, x = pair
     assert prepared.report.train_notes == ()
@@ -282,7 +282,7 @@ def test_update_bn_gives_the_statistics_it_gives_the_float_model():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050"])
 def test_timm_freezes_batch_norms(name):
     utils = pytest.importorskip("timm.layers")
@@ -303,7 +303,7 @@ def test_timm_freezes_batch_norms(name):
     assert sum(isinstance(module, BatchNormBase) for module in thawed.modules()) > 5
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_timm_freezes_modules_by_name():
     utils, x = pytest.importorskip("timm.utils"), image()
     sim = live(timm_model("resnet18"), x)

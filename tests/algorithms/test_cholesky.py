@@ -24,6 +24,7 @@ def test_factors_are_those_of_lapack(columns, dtype, tolerance):
     assert torch.equal(factor, factor.tril())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("at", [0, PANEL - 1, PANEL, 2 * PANEL + 56])
 def test_a_group_without_a_factor_fails_and_no_other(at):
     matrix = positive(2 * PANEL + 57)

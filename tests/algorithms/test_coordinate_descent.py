@@ -63,7 +63,7 @@ def test_no_pass_raises_the_error_of_an_output(name, linear):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_in_the_end_no_other_code_of_a_single_weight_is_better(name, linear):

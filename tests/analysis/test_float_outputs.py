@@ -112,6 +112,7 @@ class Words(nn.Module):
         return x * 1.0, (x * mask[..., None]).sum(1)
 
 
+@pytest.mark.medium
 def test_padding_does_not_count():
     x, mask = torch.tensor([[[1.0], [2.0]], [[3.0], [50.0]]]), torch.tensor([[1, 1], [1, 0]])
     prepared = qtk.prepare_model(Words(), (x, mask))

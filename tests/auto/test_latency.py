@@ -42,7 +42,7 @@ def measured(monkeypatch):
     return files
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_measurement_for_each_shape_and_widths(measured):
     pytest.importorskip("onnxruntime")
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
@@ -58,7 +58,7 @@ def test_one_measurement_for_each_shape_and_widths(measured):
     assert kinds.count("DequantizeLinear") == 1  # of the result
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_widths_of_data_and_weight_are_set_apart(measured):
     pytest.importorskip("onnxruntime")
     _, (product,) = products_of(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 6, 6))
@@ -88,7 +88,7 @@ def test_the_runtime_takes_some_time():
     assert [whole.ratio(sim, progress=False), 0 < whole.first_ms < 1e3] == [1.0, True]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_slower_of_two_openings_counts_against_the_first_file(monkeypatch):
     pytest.importorskip("onnxruntime")
     x = torch.randn(2, 4)

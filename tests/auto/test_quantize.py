@@ -142,7 +142,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
         qtk.quantize(nn.Sequential(*model()[:2]), BATCHES, directory=tmp_path, **settings)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_resumed_run_tries_dynamic_quantization_as_late_as_a_whole_one(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
@@ -172,7 +172,7 @@ def test_results_of_another_run_are_not_taken_for_this_one(other, tmp_path):
         qtk.quantize(model(), **settings | other)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_function_for_valid_tokens_is_the_same_in_the_next_process(tmp_path):
     def all_tokens():
         return lambda batch: torch.ones(batch.shape[:2], dtype=torch.bool)

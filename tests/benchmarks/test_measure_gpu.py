@@ -58,7 +58,7 @@ def test_the_results_have_the_marks_of_every_section(tmp_path):
     assert "nobody" not in into.read_text(encoding="utf-8")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_fails_and_writes_nothing():
     before = driver.RESULTS.read_bytes(), driver.TABLES.exists()

@@ -12,6 +12,7 @@ class Decay(nn.Module):
         return (t[:, None] * torch.tensor([-1.0, -4.0, -40.0])).exp() * x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("largest", "is_float"), [(1.0, True), (0.1, False)])  # steps of 0.16 and 0.016
 def test_large_arguments_of_an_exponential_stay_in_float(largest, is_float):
     t, x = torch.linspace(0, largest, 64), torch.ones(64, 3)
@@ -29,6 +30,7 @@ def test_large_arguments_of_an_exponential_stay_in_float(largest, is_float):
     assert "mul:out" in sim.quantizers  # another calibration decides anew
 
 
+@pytest.mark.medium
 def test_a_target_without_floats_keeps_them():
     t, x = torch.linspace(0, 1, 64), torch.ones(64, 3)
     sim = qtk.QuantSim(Decay(), (t, x), config="qnn_htp")

@@ -90,6 +90,7 @@ def test_values_of_a_member_are_what_its_operand_gives(name):
     assert len(members) >= 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["concat", "slices"])
 def test_what_an_op_reads_of_uneven_members_is_planned_apart(name):
     xs = [torch.randn(32, 8) for _ in range(3)]

@@ -51,6 +51,7 @@ def brute_force(x, spec):
     return fractions, [divergence(middles, counts, low * f, high * f, spec) for f in fractions]
 
 
+@pytest.mark.medium
 @pytest.mark.sample(34)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name not in ("zero", "constant")])

@@ -106,6 +106,7 @@ class Sums(nn.Module):
         return sum(parts["list"]) + parts["one"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -90,6 +90,7 @@ def growing():
 ALL = {"past_0_0": 1, "past_0_1": 2, "past_1_0": 3, "past_1_1": 4}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("states", "expected"), [
     ({"past": 1}, ALL), ({"past": "output_1"}, ALL), (ALL, ALL), ({"past.1": 3}, {"past_1_0": 3, "past_1_1": 4}),
     ({"past.0.1": "output_1.0.1"}, {"past_0_1": 2}),

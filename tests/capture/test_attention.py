@@ -212,6 +212,7 @@ def test_at_16_bits_attention_is_near_float(name):
     assert_near_float_at_16_bits(*case(name))
 
 
+@pytest.mark.medium
 def test_a_sleeping_simulation_takes_torchs_fused_kernel():
     _, prepared, inputs = case("both_masks")
     sim = simulated(prepared, inputs, 8)
@@ -220,6 +221,7 @@ def test_a_sleeping_simulation_takes_torchs_fused_kernel():
     assert distinct_values(sim.model, inputs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["plain", "both_masks", "float_mask"])
 def test_scores_weights_and_context_are_sites_and_masked_scores_are_none(name):
     sim = simulated(*case(name)[1:], 8)
@@ -246,6 +248,7 @@ def test_every_quantizer_runs_whether_or_not_gradients_are_wanted(grad):
     assert set(calls.values()) == {1}
 
 
+@pytest.mark.medium
 def test_gradients_pass_through_a_simulated_attention_to_every_parameter():
     model, prepared, inputs = case("extra_key_and_value")
     sim = simulated(prepared, inputs, 8)
@@ -350,7 +353,7 @@ def test_dropout_inside_attention_is_on_in_train_mode_only(name):
         near(a, b, 1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_torchvisions_vit_is_quantized_throughout():
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=32,

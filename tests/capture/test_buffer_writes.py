@@ -77,12 +77,14 @@ def assert_equal_over_calls(model, batches):
         "a later call changed what was returned"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [ReturnsTheOld, ReturnsTheNew, ReadsTheOldAgain, CalledTwice, Delay])
 def test_a_graph_writes_what_forward_writes(kind):
     torch.manual_seed(0)
     assert_equal_over_calls(kind().eval(), [(torch.randn(2, 3),) for _ in range(4)])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name == "streams" else pytest.mark.slow) for name in STREAMS])
 def test_streams_are_one_graph(name):

@@ -106,6 +106,7 @@ def test_keeps_names_and_tensors(name):
         assert all(own[key] is originals[key] for key in own)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(4)
 @every_model
 def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
@@ -118,6 +119,7 @@ def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
             entry.run(sim.model)
 
 
+@pytest.mark.sample(5)
 @every_model
 def test_every_weight_in_an_island_is_per_channel_under_its_full_name(name):
     sim = simulated(name)
@@ -140,6 +142,7 @@ def test_sites_are_named_by_the_path_in_the_whole_model(name):
     assert len({site.name for site in simulated(name).plan}) == len(simulated(name).plan)
 
 
+@pytest.mark.medium
 @every_model
 def test_a_simulation_is_read_back_and_copied_whole_and_apart(name, tmp_path):
     entry, sim = PYTHON[name], simulated(name)

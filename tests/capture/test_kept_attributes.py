@@ -1,5 +1,6 @@
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ def test_what_changed_is_named():
     assert changed() == ("0.calls", "0.sum", "0.held", "0.shown")
 
 
+@pytest.mark.medium
 def test_a_state_in_no_buffer_keeps_its_python_with_the_way_out_and_is_right_call_after_call():
     model = Keeps().eval()
     prepared = qtk.prepare_model(copy.deepcopy(model), X)

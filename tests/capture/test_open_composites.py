@@ -73,6 +73,7 @@ def test_values_inside_have_the_module_path_of_the_layer(prepared):
         assert f"{call}.step.projection:out" in found
 
 
+@pytest.mark.medium
 def test_no_two_values_inside_share_a_name(prepared):
     names = [
         value_site(node).name for graph in graphs(prepared).values() for node in graph.graph.nodes
@@ -99,7 +100,7 @@ def test_composites_built_alike_share_no_graph_and_no_module(prepared):
     assert len(nodes) == len(set(nodes))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_composites_built_alike_share_the_capture(monkeypatch):
     captured: list[nn.Module] = []
     place = sys.modules[open_composites.__module__]

@@ -216,6 +216,7 @@ class Windows(nn.Module):
         return x.view(x.shape[0], x.shape[1] // 4, 4).sum(2)
 
 
+@pytest.mark.medium
 def test_of_conditions_on_one_length_the_short_ones_are_told():
     model = Windows()
     prepared = qtk.prepare_model(model, torch.randn(2, 32), dynamic_shapes="all")

@@ -57,7 +57,7 @@ def test_one_graph_computes_the_bits_of_the_model_for_other_lengths(name):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_the_batch_stays_free_with_states(name):
     model = STATES[name]()

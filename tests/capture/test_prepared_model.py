@@ -144,7 +144,7 @@ def test_sizes_that_were_dynamic_are_dynamic_after_pickling():
         twin(torch.randn(7, 5))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_another_process_can_train_what_was_pickled(tmp_path):
     sim = simulated("residual")
     torch.save(sim.model, tmp_path / "model.pt")
@@ -175,7 +175,7 @@ def test_every_node_knows_its_value():
                 assert node.meta.get("val") is not None, f"{name}: {node.format_node()}"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiles_whole():
     model, entry = prepared("vit"), ZOO["vit"]
     compiled = torch.compile(model, fullgraph=True, backend="eager")

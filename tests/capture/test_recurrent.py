@@ -274,7 +274,7 @@ def test_a_quantized_inside_runs_step_by_step(tagger):
     assert counts == {"cell": 1 + T, "composite": 2}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_packed_sequences_are_quantized_inside_too():
     torch.manual_seed(0)
     model = ToTotalLength().eval()

@@ -23,7 +23,7 @@ def simulated(width):
     return sim, x
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_four_threads_find_what_one_finds():
     expected = [simulated(width) for width in WIDTHS]
     with ThreadPoolExecutor(4) as pool:

@@ -32,6 +32,7 @@ def test_a_trace_ends_when_its_time_is_up(seconds):
         torch.export.export(Tokens(), (IDS, IMAGE), dynamic_shapes=shapes)
 
 
+@pytest.mark.medium
 def test_time_that_others_compute_does_not_count():
     with tracing_for(0.5):
         time.sleep(0.6)
@@ -50,6 +51,7 @@ def limited(monkeypatch, seconds):
     return given
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("seconds", "shapes", "free"), [
     ([60.0], [("s", "s"), ("s", "s", "s")], None),
     ([0.0, 60.0], [("s", "s"), ("s", "6", "5")], "batch and tokens"),

@@ -45,7 +45,7 @@ TIMM: dict[str, tuple[int, dict[str, Any], int]] = {  # image size, options, num
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(TIMM, "vit_tiny_patch16_224"))
 def test_random_factors_keep_the_function_of_timm_models(name: str) -> None:
     timm = pytest.importorskip("timm")

@@ -53,6 +53,7 @@ LAYERS = {  # layer, shape of an input
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_element_multiplies_the_input_and_reaches_the_output_that_its_indices_say(name: str) -> None:
     """With every other element 0: the outputs that are not 0, and the inputs with a derivative."""

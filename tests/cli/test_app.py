@@ -35,7 +35,7 @@ def test_the_output_option_goes_before_the_recipe(project, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_modules_beside_the_recipe_are_found_from_anywhere(project, tmp_path):
     run = fresh.run_module("qtk.cli.app", "export", project.recipe(), folder=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -392,7 +392,7 @@ def test_an_exit_code_tells_of_a_failed_setting(project, tmp_path):
     assert "written to" in result.stdout
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sequences_of_any_length_are_quantized_measured_and_exported(project, tmp_path):
     pytest.importorskip("onnxruntime")
     data = {key: f"{project.module}:sentences" for key in ("calibration", "evaluation")}

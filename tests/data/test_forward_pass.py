@@ -293,7 +293,7 @@ def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "forward"), [
     ([torch.ones(2, 5)], lambda model, batch: model.linear_(batch)), ([torch.ones(2, 4)], lambda model: model),
     ([torch.ones(2, 4)], int), ([torch.ones(2, 4).double()], None), ([(torch.ones(2, 4), 0)], None), (int, None),

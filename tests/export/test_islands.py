@@ -90,7 +90,7 @@ def test_a_module_called_dots_stays_inside_too(tmp_path):
     assert MARKER not in {onnx_name(path) for path in (MARKER, "written-by-qtk")}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_float_files_of_islands_hold_all_names(tmp_path):
     entry, sim = PYTHON["kinds"], simulated("kinds")
     sim.export(tmp_path / "out", formats="aimet_1.0.0")

@@ -85,6 +85,7 @@ def test_encodings_are_read_or_refused(name, draws):
                 silent(f"{path.name} reads otherwise the second time")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FILES)
 @share(0.3)
 @given(draws=st.data())
@@ -137,7 +138,7 @@ def test_an_edited_simulation_is_read_or_refused(record):
             judged("edited simulations", lambda: qtk.QuantSim.load(saved, net(), X))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @share(0.2)
 @given(st.sampled_from(["run.json", "0000.safetensors", "0001.safetensors"]), st.data())
 def test_a_damaged_checkpoint_is_refused_or_the_same(name, draws):

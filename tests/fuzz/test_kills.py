@@ -87,7 +87,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_save_is_the_old_or_the_new_simulation(count, tmp_path):
     sims = [sim(seed) for seed in (0, 1)]
@@ -184,7 +184,7 @@ def check_settings(target: Path) -> None:
         encodings_json.read(target / "net" / folder / "encodings.json")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_recipe_leaves_whole_settings(count, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))

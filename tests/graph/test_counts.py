@@ -24,6 +24,7 @@ def nature_of_output(function, *inputs, dynamic_shapes="batch"):
     return natures(graph, Flow(graph))[output]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "function",
     [

@@ -18,6 +18,7 @@ def exponents(code, *inputs):
 X, Y = torch.rand(2, 4), torch.rand(2, 4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["exp", "exp2", "expm1", "sinh"])
 def test_what_an_exponential_reads_moved_or_not(name):
     assert exponents(lambda x, y: getattr(torch, name)((x * y).reshape(4, 2)) + x.sum() + y.sum(), X, Y) == {"mul:out"}

@@ -17,6 +17,7 @@ class Net(nn.Module):
         return self.run(self, x, mask)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("forward", "expected"), [
     (lambda m, x, mask: m.out((m.fc(x) + mask).softmax(-1)), {"fc:out", "add:out", "mask:input"}),
     (lambda m, x, mask: m.out(m.fc(x).masked_fill(mask > 0, -torch.inf).relu()), {"masked_fill:out"}),

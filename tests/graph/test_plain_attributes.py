@@ -112,6 +112,7 @@ def saved(model):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("copied", [lambda model: pickle.loads(pickle.dumps(model)), saved], ids=["pickle", "save"])
 @pytest.mark.parametrize("make", [Locked, lambda: nn.Sequential(Locked(), nn.ReLU()), lambda: Locked(Locked())],
                          ids=["top", "inside", "both"])

@@ -58,6 +58,7 @@ def test_followed(function, expected):
     assert found(function)[0] == expected
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("function", [
     lambda net, x: x.mean(1), lambda net, x: x[:, 0], lambda net, x: x.sum(), lambda net, x: x.unbind(1)[2],
     lambda net, x: x.amax((0, 1), keepdim=True), lambda net, x: x.mT @ x, lambda net, x: x.mean(0) + 1,

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ class Stream(nn.Module):
         return y * self.weight + self.phase.cos()
 
 
+@pytest.mark.medium
 def test_buffers_that_forward_writes_are_data_and_others_are_not():
     model = prepare_model(Stream().eval(), torch.randn(3, 2))
     buffers, flow = written_buffers(model.graph), Flow(model.graph)

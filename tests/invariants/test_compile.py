@@ -28,7 +28,7 @@ def test_the_simulation_compiles_without_a_graph_break(name):
     torch.compiler.reset()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reused_module", pytest.param("residual", marks=pytest.mark.slow)])
 def test_inductor_trains_the_simulation(name):
     entry, sim = ZOO[name], simulated(name)

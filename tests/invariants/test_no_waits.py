@@ -68,9 +68,9 @@ SLOW_SCHEMES = ("mse", "activation_mse")
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "scheme", "options"), [
     *((tiny_cnn, scheme, {}) for scheme in SCHEMES if scheme not in SLOW_SCHEMES),
-    *(pytest.param(tiny_cnn, scheme, {}, marks=pytest.mark.kernels(canary=False)) for scheme in SLOW_SCHEMES),
+    *(pytest.param(tiny_cnn, scheme, {}, marks=pytest.mark.kernels) for scheme in SLOW_SCHEMES),
     (tiny_cnn, "tf_enhanced", {"config": "onnxruntime"}),  # int32 biases
-    pytest.param(TinyViT, "min_max", {}, marks=pytest.mark.kernels(canary=False)),
+    pytest.param(TinyViT, "min_max", {}, marks=pytest.mark.kernels),
     pytest.param(tiny_cnn, "tf_enhanced(variant='v1')", {}, marks=pytest.mark.slow),
 ])
 def test_a_calibration_waits_a_few_times_at_its_end_and_never_in_a_batch(make, scheme, options, monkeypatch):
@@ -133,7 +133,7 @@ def test_all_weights_of_a_model_are_observed_in_a_launch_for_each_kind_of_them(m
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("make", [tiny_cnn, pytest.param(TinyViT, marks=pytest.mark.kernels(canary=False))])
+@pytest.mark.parametrize("make", [tiny_cnn, pytest.param(TinyViT, marks=pytest.mark.kernels)])
 def test_simulating_and_training_never_wait(make, monkeypatch):
     sim, x = on_gpu(make)
     sim.compute_encodings([x], progress=False)

@@ -133,6 +133,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
             assert isinstance(spec.granularity, PerChannel) or spec.granularity == of_stack, f"{value.target} of {node}"
 
 
+@pytest.mark.medium
 @pytest.mark.sample(15)
 def test_the_simulation_is_close_to_float_at_16_bits(name):
     entry = ZOO[name]

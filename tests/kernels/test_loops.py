@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.kernels(canary=False)
+pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = sorted((ROOT / "csrc").glob("*_loops.cpp"))
 OPTIONS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{ROOT / 'csrc'}"]

@@ -171,7 +171,7 @@ def test_damaged_files_are_named(tmp_path):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=file, progress=False)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
     sim, data = problem()
     qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=tmp_path, progress=False)

@@ -72,6 +72,7 @@ def test_uneven_runs_have_no_block(rows):
     assert columns_per_scale(torch.tensor([rows])) is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", [CHANNEL, blocks_of(2)], ids=["channel", "block"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_matrix_is_the_weight_in_another_order(name, setting):

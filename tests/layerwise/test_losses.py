@@ -61,6 +61,7 @@ def losses(own, original, quantized, block, loss):
     return torch.stack(found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("one_input", [False, True])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("loss", ["sqnr", "l1"])

@@ -30,6 +30,7 @@ class Apart(nn.Module):
         return torch.cat([F.linear(*pair) for pair in zip(inputs, self.parts, strict=True)], -1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("lengths", "methods"), [
     ([6, 6, 6], ["seq_mse", "gptq"]), ([12, 3, 3], ["coordinate_descent"]),
 ])

@@ -150,6 +150,7 @@ def test_every_layer_is_updated_once_and_in_order_and_its_originals_are_kept():
     assert all(torch.equal(value, before[name]) for name, value in state(sim)[0].items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rows", "count"), [(128, 0), (129, 2), (1152, 2), (1153, 3)])
 def test_a_layer_is_short_of_data_below_the_rows_its_methods_need(rows, count):
     _, sim, data = problem()  # 128 samples, 9 positions of the convolution in each

@@ -125,6 +125,7 @@ def test_blocks_of_convolutions_make_up_for_each_other(name):
     assert gained(given, joint) == true_gain(given.lost(given.rounded(given.problem.encoding)), lost(given, joint))
 
 
+@pytest.mark.medium
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("weight", [CHANNEL, TENSOR, CHANNEL | {"symmetric": False}], ids=["channel", "tensor", "asym"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])

@@ -47,6 +47,7 @@ def layers_of(model, x, **settings):
     return weighted_layers(sim.model, sim.plan)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_times_matrix_is_what_the_op_computes(name):
     model, shape = MODELS[name]

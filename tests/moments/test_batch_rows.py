@@ -136,7 +136,7 @@ def test_the_power_of_held_out_outputs_is_that_of_whole_samples(build):
     assert found.output.signal == pytest.approx(sum(power), rel=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_batches_of_one_sample_are_held_out_whole_in_every_layout():
     for build in MODELS:
         _, sim, x = problem(build)

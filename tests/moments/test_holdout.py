@@ -69,6 +69,7 @@ def test_of_small_batches_that_fraction_is_held_out_whole(fraction, length):
     assert set(kept) == {0, length}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("batches", "holdout", "warned"), [
     (4, 0.2, True), (5, 0.2, False), (1, 0.2, True), (4, 0, False), (4, 0.25, False),
 ])

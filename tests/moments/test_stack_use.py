@@ -54,6 +54,7 @@ class Form(nn.Module):
         return self.function(x, self.weight, *rest)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", FORMS)
 def test_rows_times_matrices_are_what_the_op_computes(name):

@@ -43,7 +43,7 @@ def test_live_batch_norms_refuse_it_before_they_count_the_batch_again(reentrant,
     assert same(sim.model.buffers(), once.model.buffers())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_step_refuses_it_too(reentrant):
     sim = simulation(AT_EXPORT)

@@ -36,6 +36,7 @@ def test_convolutions(space, stride, padding, dilation, groups, outputs):
     assert torch.equal(gemm_to_weight(weight_to_gemm(weight, geometry), geometry, weight.shape), weight)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(78)
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 4), (2, 6), (6, 6)])
 @pytest.mark.parametrize(("stride", "padding", "dilation"), list(itertools.product((1, 2, 3), (0, 1), (1, 2))))

@@ -40,6 +40,7 @@ def test_opcheck(case, zero_point):
     torch.library.opcheck(torch.ops.qtk.fake_quantize.default, arguments(case, zero_point))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wants", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_of_the_backward(case, wants):

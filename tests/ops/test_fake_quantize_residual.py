@@ -13,6 +13,7 @@ SPEC = ([], -8, 7)
 SCALE = torch.tensor([0.25])
 
 
+@pytest.mark.medium
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)

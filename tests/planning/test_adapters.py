@@ -50,6 +50,7 @@ def found(model, x):
     return {value_site(node).name.partition(":")[0] for node in adapter_ops(graph, Flow(graph))}
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_bypass_of_low_rank_is_an_adapter(name):

@@ -188,6 +188,7 @@ class Glued(nn.Module):
         return self.norm(y) + self.conv(x.mT).mT
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "stream"), [("default", 16), ("onnxruntime", None)])
 def test_what_the_python_around_islands_adds_up_is_a_stream(config, stream):
     sim = qtk.QuantSim(Glued().eval(), torch.randn(2, 4, 8), config=config)

@@ -60,6 +60,7 @@ def test_orders_copies_and_close_numbers_match(code):
     assert targets - {"clone"} == {"add", "tanh", "mul"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("code", [
     lambda x: x * torch.tanh(x + 0.51),
     lambda x: x * torch.sigmoid(x + 0.5),

@@ -33,6 +33,7 @@ def test_a_spelling_is_one_formula_that_makes_the_output(kind, function):
     assert found[0].nodes[-1] is last
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("function", NEAR_MISSES)
 def test_a_near_miss_is_none(function):
     assert matches(function)[0] == []
@@ -143,6 +144,7 @@ def test_every_kind_of_the_op_table_keeps_its_name():
     assert {"layer_norm", "rms_norm", "gelu", "silu", "hardswish", "mish", "softmax"} <= named
 
 
+@pytest.mark.medium
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
 def test_only_the_last_value_of_a_formula_is_quantized(kind, function):

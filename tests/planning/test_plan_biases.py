@@ -53,6 +53,7 @@ class Alone(nn.Module):
         return self.fc(x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("defaults", "widths"), [
     ({"activation": {"bits": 16}}, {"activation_bits": 16}),
     ({"activation": {"dynamic": True}}, {}),

@@ -12,6 +12,7 @@ from tests.planning.tied_weights import Tied, tied, two_axes
 from tests.zoo.models import ZOO
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("module", "shape", "axis"),
     [

@@ -78,6 +78,7 @@ def test_a_rule_acts_from_a_member_of_a_formula_spelled_out():
     assert by_name(plan_of(nn.Sequential(Gelu()), torch.randn(2, 8), config))[site].spec.dtype.bits == 12
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("rule", "message"),
     [

@@ -93,6 +93,7 @@ def test_what_is_merged_for_outputs_alone_keeps_its_own_ranges(name):
     assert reason
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "head", "shared"), [
     ("concat", nn.Linear(8, 2), True), ("concat", nn.ReLU(), True), ("slice_scatter", nn.Linear(4, 2), True),
     ("slice_scatter", nn.ReLU(), False), ("where", nn.Sigmoid(), False),
@@ -147,6 +148,7 @@ def test_what_is_joined_along_the_axis_of_the_scales_shares_nothing():
     assert leaders(quant_plan) == {}
 
 
+@pytest.mark.medium
 def test_a_value_whose_length_alone_is_read_elsewhere_shares_at_its_producer():
     class Grows(nn.Module):
         def forward(self, x, past):
@@ -157,6 +159,7 @@ def test_a_value_whose_length_alone_is_read_elsewhere_shares_at_its_producer():
     assert leaders(quant_plan) == {"x:input": "concat:out", "past:input": "concat:out"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("axis", "error"), [
     (2, r"concat:out: axis 2 of \[.*\] has no fixed length"),
     (4, r"concat:out: axis 4 does not exist in a tensor of rank 4"),

@@ -73,6 +73,7 @@ def test_an_input_of_another_width_takes_that_of_its_output_with_all_that_share_
     assert all(decided.leader is None or plan[decided.leader].leader is None for decided in plan.values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "site", "leader"), [
     ("cached_conv", "past:input", "concat:out"),
     ("streams", "recurrent.h:input", "recurrent.cell.step.cell.hidden:out"),

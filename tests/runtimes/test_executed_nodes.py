@@ -115,7 +115,7 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q + 1, q * 2, attn_mask=mask[:, None, None, :])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_keeps_a_dequantized_value_from_a_product_is_named(tmp_path):
     q, mask = torch.randn(2, 2, 5, 8), torch.tensor([[True] * 5, [True, True, True, False, False]])
     sim = qtk.QuantSim(Masked().eval(), (q, mask), config="onnxruntime")

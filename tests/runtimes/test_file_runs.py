@@ -92,7 +92,7 @@ def test_one_row_is_timed(runs, monkeypatch):
     timed.close()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "rows"), [(3, 3), (12, 12)])
 def test_latency_is_of_the_rows_and_threads_that_are_asked_for(file, batch_size, rows, monkeypatch):
     timed, threads = FileRuns(file[1], {}, threads=1), []

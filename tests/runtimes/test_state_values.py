@@ -13,6 +13,7 @@ class Total(nn.Module):
         return x.relu(), total + x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("state_codes", [True, False])
 def test_only_the_states_of_a_file_of_codes_are_codes(state_codes, tmp_path):
     batches = [(torch.full((2, 3), value), torch.zeros(2, 3)) for value in (0.5, 1.0, -0.25)]

@@ -87,6 +87,7 @@ def test_stepped_at_the_end_of_a_step_it_comes_one_step_later_and_train_undoes_n
     assert torch.equal(running[2], running[3])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("of", [lambda sim: sim.model, lambda sim: qtk.block_view(sim, "0"), lambda sim: (
     copy.deepcopy(sim.model)), lambda sim: pickle.loads(pickle.dumps(sim.model)),
     lambda sim: nn.ModuleList([sim.model])], ids=["model", "view", "copy", "pickle", "wrapper"])

@@ -79,6 +79,7 @@ def test_a_hundredth_of_a_standard_deviation_is_the_least_that_moves() -> None:
     assert (group.steps[0].amount > 0).tolist() == [False, False, True, False, True, True]  # 0 and 1 were below 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("build", "reason"),
     [

@@ -94,6 +94,7 @@ def test_the_model_is_left_as_it_was():
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_number_that_is_none_is_an_error_naming_the_site(number, place):

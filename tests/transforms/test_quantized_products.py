@@ -56,6 +56,7 @@ def rounded(weight, axis):
     return (weight / scale).round().clamp(-128, 127) * scale
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OPS)
 def test_products_are_those_of_the_op(name):
     item, weight, flow, plan, how, x, (kind, axis) = read(name)
@@ -68,6 +69,7 @@ def test_products_are_those_of_the_op(name):
     assert sampling(item, weight) is kind
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OPS)
 def test_scaling_input_and_weight_by_the_index_keeps_the_product(name):
     item, weight, flow, plan, _, x, _ = read(name)

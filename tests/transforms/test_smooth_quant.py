@@ -364,7 +364,7 @@ def test_the_error_of_values_that_no_layer_reads_counts():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "mse", "tf_enhanced", "moving_average"])
 def test_every_scheme(scheme):
     data, model = batches(torch.float32), net("shared norm", torch.float32)
@@ -380,7 +380,7 @@ def test_every_scheme(scheme):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic", "dynamic_per_token"])
 @pytest.mark.parametrize("name", ["shared norm", "gelu"])
 def test_every_target(name, config):

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,15 @@ from tests.zoo.prepared import pair
 RANKS, BATCH = 2, 4
 
 
+@cache
+def prepared_vit(depth):
+    torch.manual_seed(0)
+    return qtk.prepare_model(SmallViT(depth=depth).eval(), torch.randn(BATCH, 1, 8, 8))
+
+
 def vit(depth=3, **settings):
     torch.manual_seed(0)
-    sim = qtk.QuantSim(SmallViT(depth=depth).eval(), torch.randn(BATCH, 1, 8, 8), **settings)
+    sim = qtk.QuantSim(prepared_vit(depth), torch.randn(BATCH, 1, 8, 8), **settings)
     sim.compute_encodings([torch.randn(BATCH, 1, 8, 8)], progress=False)
     return sim
 
@@ -158,7 +165,7 @@ def test_hooks_on_blocks_fire_once_with_what_enters_and_leaves():
     assert torch.equal(view(x), sim.model(x))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_hook_beside_the_cut_is_a_warning():
     view = qtk.block_view(vit(), "blocks.*")
     for path in ("blocks", "blocks.0.attn"):
@@ -282,7 +289,7 @@ def test_the_view_follows_calibration_that_drops_sites_and_transforms_that_rewri
     assert calls == [1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_copies_are_separate_and_moves_reach_both():
     sim, x = vit(), torch.randn(BATCH, 1, 8, 8)
     view = qtk.block_view(sim, "blocks.*")
@@ -299,7 +306,7 @@ def test_copies_are_separate_and_moves_reach_both():
     assert torch.equal(view(x.double()), sim.model(x.double()))  # all zeros, hook or not
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_pickled_view_shares_with_the_model_it_brings_along():
     view, x, file = qtk.block_view(vit(), "blocks.*", checkpoint=True), torch.randn(BATCH, 1, 8, 8), io.BytesIO()
     torch.save(view, file)
@@ -359,7 +366,7 @@ def test_an_observer_sees_a_batch_once_however_often_it_is_computed():
     assert len(counted) == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_view(recompute):
     sim, x = vit(depth=1), torch.randn(BATCH, 1, 8, 8)

@@ -352,7 +352,7 @@ def test_exported_encodings_say_what_their_parameters_are(tmp_path):
         "conv.weight": "weights", "conv.bias": "biases", "fc.weight": "weights", "fc.bias": "biases"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_linear_layers_by_lpbq(tmp_path):
     """Blocks whose scales are integers times one number for each channel; ours and AIMET's file, and its checker."""
     torch.manual_seed(0)

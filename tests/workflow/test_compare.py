@@ -31,6 +31,7 @@ def test_errors_are_those_of_two_separate_runs(net):
     assert found["2:out"].max_error_scales == pytest.approx(float((simulated - reference).abs().max()) / scale)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("granularity", [
     {"granularity": "per_tensor"}, {"granularity": "per_channel"}, {"granularity": "per_block", "block_size": 2},
 ])

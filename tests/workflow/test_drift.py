@@ -57,6 +57,7 @@ def test_buffers_are_states_too_and_are_as_before():
             assert found[step] == pytest.approx(float(expected), abs=0.05)
 
 
+@pytest.mark.medium
 def test_without_states_there_is_nothing_to_measure():
     sim, batches = stream()
     with pytest.raises(CalibrationError, match=r"name the inputs .*QuantSim\(…, states=.*, or register what "):

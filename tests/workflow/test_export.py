@@ -39,7 +39,7 @@ def sim():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "warns"), [
     ("default", True),
     ({"version": 1, "extends": "onnxruntime", "defaults": {"weight": {"reduced_range": False}}}, True),
@@ -301,7 +301,7 @@ def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bfloat16_is_refused_with_the_way_out_and_the_way_out_works(tmp_path):
     example, model = EXAMPLE.bfloat16(), nn.Linear(8, 4).bfloat16()
     handle = qtk.QuantSim(model, example)
@@ -319,7 +319,7 @@ def test_bfloat16_is_refused_with_the_way_out_and_the_way_out_works(tmp_path):
         handle.verify_export(tmp_path / "out", [example], turns=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", check=fit, opset=22)
     assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 22
@@ -343,7 +343,7 @@ def lengths(values):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("dynamic_shapes", "frames"), [
     ("batch", 3), ({"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}, "c": {1: "batch"}}, "frames"),
 ])
@@ -363,6 +363,7 @@ def test_axes_and_outputs_have_the_names_that_are_given(dynamic_shapes, frames, 
         assert 10 * torch.log10(expected.square().sum() / error) > 30
 
 
+@pytest.mark.medium
 def test_names_of_outputs_are_one_for_each_and_of_one_onnx_file(sim, tmp_path):
     with pytest.raises(ExportError, match=r"output_names has 2 names, and the model has 1 outputs: output; give"):
         export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx", output_names=["a", "b"])

@@ -23,7 +23,7 @@ def test_a_checkpoint_of_the_original_is_folded_again(name):
         torch.testing.assert_close(sim.model(x), other(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tied_parameters_are_loaded_once():
     entry = ZOO["tied_embedding"] if "tied_embedding" in ZOO else ZOO["language_model"]
     sim, other = qtk.QuantSim(entry.model(), entry.inputs()), entry.model()

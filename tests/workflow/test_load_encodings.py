@@ -192,6 +192,7 @@ def record_of(data, name):
     return next(record for record in records if record["name"] == name)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("form", "change", "said"),

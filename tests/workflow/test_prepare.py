@@ -73,6 +73,7 @@ def test_trains_the_same(name):
     assert (difference or 0.0) < 1e-5
 
 
+@pytest.mark.medium
 @pytest.mark.sample(7)
 @every_model
 def test_modes_toggle_every_module(name):
@@ -82,6 +83,7 @@ def test_modes_toggle_every_module(name):
     assert not any(module.training for module in prepared.eval().modules())
 
 
+@pytest.mark.sample(8)
 @every_model
 def test_a_copy_is_whole_and_apart(name):
     entry, (model, prepared) = ZOO[name], pair(name)

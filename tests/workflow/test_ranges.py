@@ -55,6 +55,7 @@ def test_a_glob_names_many(sim):
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("site", "low", "high", "said"),
     [

@@ -59,7 +59,7 @@ def test_values_that_are_clipped_are_marked(tmp_path):
     assert "What the output loses" not in text
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_was_tried_is_told(tmp_path):
     sim, data = simulation()
     _, account = qtk.quantize(nn.Linear(4, 2), torch.randn(4, 16, 4), progress=False)

@@ -24,7 +24,7 @@ def ranks(values):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_the_order_by_gradients_is_that_of_measurement(digits, with_loss):
     sim, batches = digits

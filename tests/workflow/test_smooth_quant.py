@@ -133,7 +133,7 @@ def test_digits_vit_with_outliers_is_accurate_again(digits):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(DEMO_MODELS, "digits_cnn", "digits_gru"))
 def test_models_without_outliers_lose_nothing(name, digits):
     model = build(name)

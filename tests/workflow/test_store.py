@@ -182,6 +182,7 @@ def test_missing_extra_and_different_sites_are_named(saved):
     assert "relu:out is stored as uint8 per_tensor asymmetric, planned here as uint4" in message
 
 
+@pytest.mark.medium
 def test_missing_and_extra_tensors_are_named(saved):
     stored = load(saved[0])
     other, _ = fresh(Tied(seed=1))

@@ -176,7 +176,7 @@ def test_weights_that_would_saturate_elsewhere_are_yellow(tmp_path):
         assert sim.verify_export(tmp_path / config, [inputs], turns=0).level in levels
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
     sim, directory = written
     result = verify_export(sim, directory, batches(1), turns=2)
@@ -341,7 +341,7 @@ def test_without_onnxruntime_the_extra_is_named(written, monkeypatch):
         verify_export(sim, directory, batches(), turns=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_half_precision_is_verified_and_told_from_integers(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).eval().half(), torch.randn(8, 32).half()

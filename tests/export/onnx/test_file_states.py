@@ -46,6 +46,7 @@ def loop(file, batches, *, optimized=False):
     return outputs, held
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name == "streams" else pytest.mark.medium if name in MEDIUM else pytest.mark.slow)
     for name in STREAMS])
@@ -76,6 +77,7 @@ def streams(tmp_path_factory):
     return deployed("streams", tmp_path_factory.mktemp("streams"))
 
 
+@pytest.mark.medium
 def test_states_are_read_back_with_the_values_that_they_begin_with(streams, tmp_path):
     sim, _, file = streams
     before = sim.model.last.clone()
@@ -91,6 +93,7 @@ def test_states_are_read_back_with_the_values_that_they_begin_with(streams, tmp_
     assert torch.equal(again["recurrent.steps"].first, torch.zeros((), dtype=torch.int64))
 
 
+@pytest.mark.medium
 def test_inputs_that_are_outputs_of_the_call_before_stand_beside_them(tmp_path):
     class Sum(nn.Module):
         def forward(self, x, total):

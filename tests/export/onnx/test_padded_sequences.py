@@ -76,7 +76,7 @@ def test_a_quantized_net_in_both_directions_is_codes_up_to_the_head(tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "states", "gru"])
 def test_packed_data_states_and_stacked_nets(name, tmp_path):
     if name == "data":

@@ -147,7 +147,7 @@ def test_a_net_that_is_not_quantized_stays_one_operator(tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_island_on_packed_sequences_of_any_lengths(tmp_path):
     torch.manual_seed(0)
     inputs = packed.sequences(4)

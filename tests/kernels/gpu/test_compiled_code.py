@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.kernels(canary=False)
+pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[3]
 CHIPS = "90 H200", "gfx942 MI300X"
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.kernels,
+    pytest.mark.kernels(canary=True),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU"),
 ]
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ class TestOthers:
 
 
 @pytest.mark.medium
-@pytest.mark.kernels(canary=False)
+@pytest.mark.kernels
 class TestFakeQuantization:
     @CHIPS
     @pytest.mark.parametrize("file", OF_FAKE_QUANTIZATION)

@@ -13,7 +13,7 @@ kernels = pytest.importorskip("qtk.kernels.gpu.extremes")
 recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 # of Triton's interpreter
 pytestmark = [
-    pytest.mark.kernels(slow=["test_many_tensors_are_as_each_alone"]),
+    pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ class TestManyInTriton(extremes_conformance.ManyConformance):
     add_extremes_many_ = staticmethod(many_in_triton)
 
 
-@pytest.mark.kernels(canary=False)
+@pytest.mark.kernels
 def test_what_the_kernel_counts_with_is_zero_again(monkeypatch):
     tickets = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(kernels, "tickets", lambda device, count: tickets[:count])
@@ -84,7 +84,7 @@ def test_weights_that_are_alike_share_a_launch(monkeypatch):
     assert all(torch.equal(low, x.amin(1)) for x, (low, _, _) in zip(xs, states, strict=True))
 
 
-@pytest.mark.kernels(canary=False)
+@pytest.mark.kernels
 def test_each_tensor_of_a_launch_has_counters_of_its_own(monkeypatch):
     """The interpreter runs one program after the other, and would not see that they meet."""
     tables = []

@@ -14,7 +14,7 @@ from tests.kernels import conformance
 kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
 pytestmark = [
-    pytest.mark.kernels,
+    pytest.mark.kernels(canary=True),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of the interpreter
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,6 +59,7 @@ def test_ranges_that_do_not_fit_are_refused(scales, zero_points):
         backward(x, x, scale, zero, (1, -1), -8, 7, True, True)
 
 
+@pytest.mark.kernels
 @pytest.mark.medium
 @pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_tiles"])
 def test_the_sums_are_the_same_each_time_and_the_tickets_are_given_back(case):
@@ -78,7 +79,7 @@ def test_every_gradient_that_is_written_was_asked_for():
         assert (of_scale.numel() > 0, of_zero.numel() > 0) == wants
 
 
-@pytest.mark.kernels(canary=False)
+@pytest.mark.kernels
 @pytest.mark.parametrize("matrix", ["pairwise", pytest.param("full", marks=pytest.mark.slow)])
 def test_every_kernel_compiles_for_gpus_that_are_not_here(matrix):
     """The interpreter takes more than the compiler does."""

@@ -6,7 +6,7 @@ import torch
 from tests.kernels import feedback_rounding_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.feedback_rounding")
-pytestmark = pytest.mark.kernels(slow=["test_results_do_not_depend_on_the_number_of_threads"])
+pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -9,7 +9,7 @@ from tests.kernels import statistics_conformance
 kernels = pytest.importorskip("qtk.kernels.gpu.statistics")
 # of Triton's interpreter
 pytestmark = [
-    pytest.mark.kernels(slow=["test_many_elements_on_many_threads"]),
+    pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -144,7 +144,7 @@ def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind
         torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)  # float32 sums of a tile
 
 
-@pytest.mark.kernels(canary=False)
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("shape", "block_size"),
     [((9000, 5), (-1, 1)), ((2, 20011), (1, -1)), ((40, 3, 997), (-1, 1, -1)), ((60007,), (-1,))],

@@ -109,7 +109,7 @@ def test_states_that_are_inputs_stay_float(tmp_path):
         assert (np.abs(found - expected) > 1e-6).mean() <= 0.02
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_outputs_keep_their_names(tmp_path):
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
     sim = quantized(nn.LSTM(I, H), x)

@@ -85,6 +85,7 @@ def test_the_exact_mode_opens_a_file_whose_layers_share_a_weight(name, config, t
     assert len(names) > len(set(names))  # the weight is read twice
 
 
+@pytest.mark.medium
 def test_codes_are_there_twice_where_both_readers_need_them(tmp_path):
     sizes = {}
     for name in ("matrix", "embedding"):
