@@ -29,6 +29,7 @@ __all__ = [
     "TRANSFORMS",
     "BitAssignment",
     "Encoding",
+    "LayerwiseOptions",
     "Mode",
     "PerBlock",
     "PerChannel",
@@ -71,6 +72,7 @@ _MODULE_OF = {
     "METHODS": "qtk.layerwise.methods",
     "TRANSFORMS": "qtk.workflow.transforms",
     "BitAssignment": "qtk.auto.bit_assignment",
+    "LayerwiseOptions": "qtk.layerwise.options",
     "QatSchedule": "qtk.training.qat_schedule",
     "Quantized": "qtk.auto.quantize",
     "TargetCheck": "qtk.workflow.check_target",
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
     from qtk.layerwise.methods import METHODS
+    from qtk.layerwise.options import LayerwiseOptions
     from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target

@@ -113,7 +113,8 @@ def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             name = name_of(args)
-            raise ArgumentError(f"{name}: {error}; its signature is {name}{_shown(signature)}") from None
+            advice = _fields(annotations(), [keyword for keyword in kwargs if keyword not in signature.parameters])
+            raise ArgumentError(f"{name}: {error}; {advice}its signature is {name}{_shown(signature)}") from None
         for parameter, annotation in annotations().items():
             if parameter in arguments and not fits(arguments[parameter], annotation):
                 raise ArgumentError(f"{name_of(args)}: {parameter} must be {_text(annotation)}, got "
@@ -131,6 +132,25 @@ def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
 
     setattr(entered, MARK, annotations)
     return entered
+
+
+def _fields(annotations: Mapping[str, Any], keywords: list[str]) -> str:
+    """What to write where keywords are fields of a value that the function takes; empty if none is.
+
+    >>> @dataclasses.dataclass
+    ... class Options:
+    ...     offload: str = "none"
+    >>> _fields({"options": Options, "sites": str | None}, ["offload", "colour"])
+    'offload is a field of options, pass options=Options(offload=…); '
+    """
+    advice = ""
+    for parameter, kind in annotations.items():
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            fields = {each.name for each in dataclasses.fields(kind)}
+            for keyword in (each for each in keywords if each in fields):
+                advice += (f"{keyword} is a field of {parameter}, pass "
+                           f"{parameter}={kind.__name__}({keyword}=…); ")
+    return advice
 
 
 def fits(value: object, annotation: Any) -> bool:

@@ -1,9 +1,9 @@
-"""``QuantSim``: the quantization simulation. Every method imports and calls one function of ``qtk.workflow``."""
+"""``QuantSim``: the quantization simulation. Every method imports and calls one function."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,42 +11,37 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor, nn
 
-from qtk.calibrators.scheme import calibrator, canonical_scheme
-from qtk.calls.calls import Call
-from qtk.calls.inputs import split_inputs
-from qtk.calls.states import set_states, states_of
-from qtk.capture.exclusion import exclude_paths
+from qtk.calibrators.scheme import canonical_scheme
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.schema import QuantConfig
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.core.settled import Settled
-from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
-from qtk.data.forward_pass import Data, Forward
+from qtk.core.width import FROM_CONFIG, Width
+from qtk.data.forward_pass import Batch, Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
-from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
-from qtk.planning.planner import RULE_NAMES, plan
-from qtk.planning.state_pairs import pair_states
 from qtk.public import public
-from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.training.range_training import RangeTraining
-from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
-from qtk.transforms.split_gates import split_gates
-from qtk.workflow.analysis import Analysis
-from qtk.workflow.encoding_changes import EncodingChanges
-from qtk.workflow.prepare import ExampleInputs, prepare_own
+from qtk.quantizers.quantizer import Quantizer
+from qtk.report.account import Account
+from qtk.workflow.prepare import ExampleInputs
 
 if TYPE_CHECKING:
+    from qtk.report.drift import Drift
+    from qtk.report.sensitivities import Sensitivities
+    from qtk.report.site_errors import SiteErrors
     from qtk.report.verdict import Verdict
+    from qtk.workflow.load_encodings import LoadedEncodings
 
 
 @public
-class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
+class QuantSim(Settled):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
+
+    Every method calls one function, which its docstring names: further arguments, errors and examples stand there.
 
     >>> import qtk, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
@@ -64,12 +59,6 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     1:out  uint8 per_tensor asymmetric  min_max  (relu; defaults)
     0.bias  float  (float by defaults)
     0:out  float  (inside supergroup linear → relu)
-
-    A config decides site by site:
-
-    >>> config = {"version": 1, "rules": [{"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}]}
-    >>> str(qtk.QuantSim(model, batches[0], config=config).quantizers["0.weight"].spec)
-    'fp8_e4m3 per_tensor symmetric'
 
     Args:
         model: a float model, or one from ``prepare_model``.
@@ -93,33 +82,17 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     example_inputs: ExampleInputs
 
     def __init__(
-        self,
-        model: nn.Module,
-        example_inputs: ExampleInputs,
-        *,
-        scheme: str = "min_max",
-        weight_bits: Width = FROM_CONFIG,
-        activation_bits: Width = FROM_CONFIG,
-        config: str | Path | Mapping[str, object] | QuantConfig = "default",
-        in_place: bool = False,
-        dynamic_shapes: DynamicShapes = "batch",
-        variants: Sequence[ExampleInputs] = (),
+        self, model: nn.Module, example_inputs: ExampleInputs, *, scheme: str = "min_max",
+        weight_bits: Width = FROM_CONFIG, activation_bits: Width = FROM_CONFIG,
+        config: str | Path | Mapping[str, object] | QuantConfig = "default", in_place: bool = False,
+        dynamic_shapes: DynamicShapes = "batch", variants: Sequence[ExampleInputs] = (),
         states: Mapping[str, int | str] = MappingProxyType({}),
     ) -> None:
+        from qtk.workflow.simulate import simulate
+
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
-        check_op_names(self.config, RULE_NAMES)
-        check_schemes(self.config, calibrator)
-        prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=dynamic_shapes)
-        exclude_paths(prepared, self.config.exclude)
-        set_states(prepared, states)
-        settle_batch_norms(prepared, Call(*split_inputs(example_inputs), None), self.config.fold_batch_norms)
-        if self.config.split_gates:
-            split_gates(prepared)
-        decided = self._plan(prepared, self.config)
-        self._simulation = Simulation(prepared, decided, insert(prepared, decided), target=self.config.target)
-        for quantizer in self._simulation.quantizers.values():
-            quantizer.mode = Mode.SIMULATE
+        self._simulation = simulate(self, model, in_place=in_place, variants=variants, states=states)
 
     @property
     def simulation(self) -> Simulation:
@@ -132,13 +105,9 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
         """The plan that the settings give the model of this simulation, rewritten; rules are not checked again."""
-        return self._plan(prepared, self.config.with_rules_optional())
+        from qtk.workflow.simulate import plan_by
 
-    def _plan(self, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
-        with as_folded(prepared) as gone:
-            decided = plan(prepared, config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
-                           scheme=self.scheme, gone=gone)
-        return pair_states(decided, prepared)
+        return plan_by(self, prepared, self.config.with_rules_optional())
 
     @property
     def model(self) -> PreparedModel:
@@ -171,42 +140,22 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
 
         >>> import qtk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
-        >>> batches = [torch.randn(16, 8) for _ in range(4)]
-        >>> sim = qtk.QuantSim(model, batches[0])
-        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
         >>> list(sim.encodings())
-        ['input:input', '0.weight', '1:out']
-
-        A loader of (image, label) pairs:
-
-        >>> pairs = [(batch, 0) for batch in batches]
-        >>> sim.compute_encodings(pairs, forward=lambda model, batch: model(batch[0]), progress=False)
-
-        Some sites only, or those whose encoding is missing:
-
-        >>> sim.compute_encodings(batches, sites="*:out", num_batches=2, progress=False)
-        >>> sim.forget("0.weight")
-        >>> sim.compute_encodings(batches, only_missing=True, progress=False)
-
-        Under ``torchrun`` every rank passes its share of the data, and all get the same encodings.
+        ['input:input', 'weight', 'linear:out']
 
         Args:
-            data: batches, or a function that runs the model over its own; ``None`` if no activation is quantized
-                statically. Of a model with ``states`` they are the steps of one sequence, or ``qtk.Sequences``.
+            data: batches, or a function that runs the model over its own; ``None`` if no activation needs any.
             sites: names of the sites to calibrate, or globs over names; ``None``: all.
             only_missing: compute only encodings that are missing.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
-            valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a
-                list with the mask of each side of an encoder-decoder, or a function from a batch to bool [samples,
-                tokens]; ``None``: all. A mapping from masks to the names of their inputs where names do not tell.
-            reset: where a sequence begins, of a model with ``states`` or buffers that forward writes: short for
-                ``qtk.Sequences(data, reset=reset)``.
+            valid: which tokens count, e.g. those of an input, ``"attention_mask"``; ``None``: all.
+            reset: where a sequence begins, of a model with states: short for ``qtk.Sequences(data, reset=reset)``.
 
-        Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
-            CheckError, if ``sites`` is ``None``, as ``check``.
+        In full, with errors and examples: ``qtk.workflow.compute_encodings``.
         """
         from qtk.calibration.calibrate import CalibrationData
         from qtk.workflow.compute_encodings import compute_encodings
@@ -217,59 +166,169 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 
     def check(self) -> None:
-        """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
-        >>> sim.check()  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        qtk.errors.CheckError: ... findings:...
-
-        Raises: CheckError listing every finding.
-        """
+        """Checks that every planned quantizer is inserted, enabled, calibrated and finite: ``qtk.workflow.check``."""
         from qtk.workflow.check import check
 
         check(self._simulation)
+
+    def set_range(self, sites: str, low: float, high: float) -> None:
+        """Sets the range of a site, or of all that match a glob, and freezes it: ``qtk.workflow.ranges``.
+
+        >>> import qtk, torch
+        >>> sim = qtk.QuantSim(torch.nn.ReLU(), torch.randn(8, 4))
+        >>> sim.set_range("relu:out", 0.0, 6.0)
+        """
+        from qtk.workflow.ranges import set_range
+
+        set_range(self.simulation, sites, low, high)
+
+    def freeze(self, sites: Iterable[str] | str | None = None) -> None:
+        """Fixes the encodings of sites, or of all, learned ones too, until ``unfreeze``: ``qtk.workflow.ranges``.
+
+        >>> import qtk, torch
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+        >>> sim.freeze()
+        >>> sim.unfreeze("input:input")
+        >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
+        ['weight', 'linear:out']
+        """
+        from qtk.workflow.ranges import freeze
+
+        freeze(self.simulation, sites, frozen=True)
+
+    def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
+        """Unfreezes what ``freeze``, ``set_range`` or a layer-wise method froze."""
+        from qtk.workflow.ranges import freeze
+
+        freeze(self.simulation, sites, frozen=False)
+
+    def forget(self, sites: Iterable[str] | str | None = None) -> None:
+        """Deletes encodings; ``compute_encodings(data, only_missing=True)`` makes others: ``qtk.workflow.ranges``."""
+        from qtk.workflow.ranges import forget
+
+        forget(self.simulation, sites)
+
+    def load_encodings(
+        self, source: str | os.PathLike[str] | Mapping[str, object], *, strict: bool = True, partial: bool = False,
+        freeze: bool = True,
+    ) -> LoadedEncodings:
+        """Loads a file of ``sim.export`` or AIMET, or encodings, all or nothing: ``qtk.workflow.load_encodings``.
+
+        >>> import qtk, torch
+        >>> model, x = torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)
+        >>> sim, other = qtk.QuantSim(model, x), qtk.QuantSim(model, x)
+        >>> sim.compute_encodings([x], progress=False)
+        >>> print(other.load_encodings(sim.encodings()))
+        the mapping: 3 encodings loaded and frozen
+        """
+        from qtk.workflow.load_encodings import load_encodings
+
+        return load_encodings(self, source, strict=strict, partial=partial, freeze=freeze)
+
+    def learn_ranges(
+        self, sites: Iterable[str] | str = "*", *, gradient_scale: Literal["lsq"] | None = "lsq"
+    ) -> list[str]:
+        """Makes ranges trainable, to be trained with the weights: ``qtk.training.learned_ranges``.
+
+        >>> import qtk, torch
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+        >>> sim.learn_ranges()
+        ['input:input', 'weight', 'linear:out']
+        >>> sim.fix_ranges("weight")
+        ['weight']
+        """
+        from qtk.training.learned_ranges import learn_ranges
+
+        return learn_ranges(self.simulation, sites, gradient_scale)
+
+    def fix_ranges(self, sites: Iterable[str] | str = "*") -> list[str]:
+        """Makes learned ranges fixed ones, zero points rounded to codes; returns the sites that were learned."""
+        from qtk.training.learned_ranges import fix_ranges
+
+        return fix_ranges(self.simulation, sites)
+
+    def range_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the learned ranges, for an optimizer's group without weight decay."""
+        from qtk.training.learned_ranges import range_parameters
+
+        return range_parameters(self.simulation)
+
+    def weight_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model without those of learned ranges."""
+        from qtk.training.learned_ranges import weight_parameters
+
+        return weight_parameters(self.simulation)
+
+    def track_weights(self, sites: Iterable[str] | str = "*.weight") -> list[str]:
+        """Lets ranges of weights follow the weights while the model trains: ``qtk.training.learned_ranges``."""
+        from qtk.training.learned_ranges import track_weights
+
+        return track_weights(self.simulation, sites)
+
+    def compare(
+        self, data: Iterable[Batch], *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True, valid: Valid | None = None,
+    ) -> SiteErrors:
+        """Measures own and accumulated error and share clipped at every site: ``qtk.workflow.compare``.
+
+        >>> import qtk, torch
+        >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim.set_range("input:input", low=-0.1, high=0.1)
+        >>> sim.compare(batches, progress=False)[0].site
+        'input:input'
+        """
+        from qtk.workflow.compare import compare
+
+        return compare(self.simulation, data, forward=forward, num_batches=num_batches, progress=progress, valid=valid)
+
+    def sensitivity(
+        self, data: Iterable[Batch], *, loss: Callable[[object, Batch], Tensor | float] | None = None, top: int = 10,
+        groups: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True, valid: Valid | None = None,
+    ) -> Sensitivities:
+        """Estimates how much each site alone costs, and measures the ``top`` worst: ``qtk.workflow.sensitivity``."""
+        from qtk.workflow.sensitivity import sensitivity
+
+        return sensitivity(self.simulation, data, loss=loss, top=top, groups=groups, forward=forward,
+                           num_batches=num_batches, progress=progress, valid=valid)
+
+    def drift(
+        self, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None, progress: bool = True,
+    ) -> Drift:
+        """Measures how far a model with states leaves float along a sequence: ``qtk.workflow.drift``."""
+        from qtk.workflow.drift import drift
+
+        return drift(self.simulation, data, steps=steps, forward=forward, progress=progress)
+
+    def report(
+        self, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str = "Quantized model",
+        forward: Forward | None = None, num_batches: int | None = None, sensitivity: bool = True,
+        account: Account | None = None, headline: Mapping[str, str] | None = None, force: bool = False,
+        progress: bool = True, valid: Valid | None = None, data_name: str = "the data given",
+    ) -> None:
+        """Writes a page of HTML: errors and ranges of the sites, their costs, and the plan: ``qtk.workflow.report``."""
+        from qtk.workflow.report import report
+
+        report(self.simulation, path, data, title=title, forward=forward, num_batches=num_batches,
+               sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress,
+               valid=valid, data_name=data_name)
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
         state_codes: bool = False,
     ) -> None:
-        """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
+        """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``.
 
         >>> import pathlib, qtk, tempfile, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
-        >>> sim = qtk.QuantSim(model, torch.randn(16, 8))
-        >>> sim.compute_encodings([torch.randn(16, 8)], progress=False)
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> sim.export(folder / "both")
-        >>> (folder / "both" / "model.onnx").exists()
-        True
-
-        Encodings alone, which need no package onnx:
-
-        >>> sim.export(folder / "encodings", formats=["encodings"])
-        >>> sorted(path.name for path in (folder / "encodings").glob("*.json"))
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
+        >>> sim.export(folder, formats="encodings")
+        >>> sorted(path.name for path in folder.glob("*.json"))
         ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
-
-        Args:
-            directory: where the files will be: ``model.onnx``, ``model.pt2``, ``encodings.json`` and AIMET's schemas.
-            formats: names, or one name, from ``qtk.EXPORTERS``.
-            force: replace an existing directory.
-            opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
-            check: run ONNX files on the example inputs, with ONNX Runtime's optimizations off and on, where it is
-                installed, and warn of what departs from the simulation.
-            output_names: names of the outputs in ``model.onnx``, in order; ``None``: those of the model's dict, or
-                ``output_0``, ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
-            state_codes: take and return ``states`` in ``model.onnx`` as their integer codes, which a loop hands on as
-                they are: of 8 bits a quarter of the bytes. Which output an input is next, and the encodings, stand in
-                the file.
-
-        Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
-            the model, the names are not one for each output, a state has no codes, or a file read back differs from the
-            simulation; nothing is written then.
         """
         from qtk.workflow.export import export
 
@@ -281,16 +340,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         runtime: str = "onnxruntime", float_export: str | os.PathLike[str] | None = None, turns: int = 30,
         progress: bool = True, valid: Valid | None = None, batch_size: int = 1, threads: int | None = None,
     ) -> Verdict:
-        """Runs the exported files on ``data`` against the simulation; arguments as ``qtk.workflow.verify_export``.
-
-        >>> import pathlib, qtk, tempfile, torch
-        >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
-        >>> sim.compute_encodings(batches, progress=False)
-        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
-        >>> sim.export(folder)
-        >>> sim.verify_export(folder, batches, turns=0).exact.top1
-        1.0
-        """
+        """Runs the exported files on ``data`` against the simulation: ``qtk.workflow.verify_export``."""
         from qtk.workflow.verify_export import verify_export
 
         return verify_export(self.simulation, directory, data, forward=forward, runtime=runtime,
@@ -298,17 +348,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
                              batch_size=batch_size, threads=threads)
 
     def load_float_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a float checkpoint of the original model; batch norms are folded again, and so on.
-
-        >>> import qtk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
-        >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8))
-        >>> sim.load_float_state_dict(model.state_dict())
-
-        Encodings are forgotten: they belong to the weights that were there before.
-
-        Raises: EncodingError listing every missing, unexpected or misshapen tensor; nothing has changed then.
-        """
+        """Loads a float checkpoint of the original model, and forgets encodings: ``qtk.workflow.float_state``."""
         from qtk.workflow.float_state import load_float_state
 
         load_float_state(self._simulation, state)
@@ -316,58 +356,37 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def save(
         self, directory: str | os.PathLike[str], *, weights: Literal["float", "integer"] = "float", force: bool = False
     ) -> None:
-        """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
+        """Writes parameters, encodings and plan, to be read by ``QuantSim.load``: ``qtk.workflow.store``.
 
         >>> import pathlib, qtk, tempfile, torch
-        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "saved"
-        >>> qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)).save(folder)
-        >>> sorted(path.name for path in folder.glob("[a-z]*"))
-        ['model.safetensors', 'sim.json']
-
-        ``weights="integer"`` stores quantized weights as codes, those of 4 bits in half a byte. What is loaded computes
-        the same, bit for bit, but its weights are the dequantized ones: the float weights are lost for training.
-
-        Raises: ExportError if the directory exists without ``force``, cannot be written, or no weight has codes.
+        >>> x, folder = torch.randn(8, 4), pathlib.Path(tempfile.mkdtemp()) / "saved"
+        >>> qtk.QuantSim(torch.nn.Linear(4, 2).eval(), x).save(folder)
+        >>> sim = qtk.QuantSim.load(folder, torch.nn.Linear(4, 2).eval(), x)
         """
+        from qtk.workflow.sim_settings import settings_to_json
         from qtk.workflow.store import save
 
-        arguments = {
-            "scheme": self.scheme, "config": self.config.model_dump(mode="json", exclude_none=True),
-            "weight_bits": width_to_json(self.weight_bits), "activation_bits": width_to_json(self.activation_bits),
-            "dynamic_shapes": self.dynamic_shapes if isinstance(self.dynamic_shapes, str | None) else "batch",
-            "states": states_of(self.model),
-        }
-        save(directory, self._simulation, arguments=arguments, weights=weights, force=force)
+        save(directory, self._simulation, arguments=settings_to_json(self, self.model), weights=weights, force=force)
 
     @classmethod
     def load(
         cls, directory: str | os.PathLike[str], model: nn.Module, example_inputs: ExampleInputs, *,
         in_place: bool = False, variants: Sequence[ExampleInputs] = (),
     ) -> QuantSim:
-        """Loads a simulation that ``save`` wrote, for the float ``model`` that it was made from.
+        """Loads what ``save`` wrote, for the float ``model`` that it was made from, whose values do not matter.
 
-        >>> import pathlib, qtk, tempfile, torch
-        >>> x, folder = torch.randn(8, 4), pathlib.Path(tempfile.mkdtemp()) / "saved"
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), x)
-        >>> sim.save(folder)
-        >>> again = qtk.QuantSim.load(folder, torch.nn.Linear(4, 2).eval(), x)
-
-        Args:
-            directory: what ``save`` wrote.
-            model: the float model, whose parameter values do not matter; prepared, if ``dynamic_shapes`` are explicit.
-            example_inputs: as for the constructor.
-            in_place: share the parameters of ``model``, and so overwrite them.
-            variants: as for the constructor, in the same order.
+        ``in_place`` shares the parameters of ``model``, and so overwrites them.
 
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
+        from qtk.workflow.sim_settings import settings_from_json
         from qtk.workflow.store import load, prepare_stored, restore
 
-        stored, widths = load(directory), ("weight_bits", "activation_bits")
-        arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
-        config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]
-        arguments["config"], shapes = config.with_rules_optional(), arguments.pop("dynamic_shapes", "batch")
+        stored = load(directory)
+        settings = settings_from_json(stored.arguments)
+        config, shapes = settings["config"], settings.pop("dynamic_shapes")
+        settings["config"] = config.with_rules_optional()
         prepared = prepare_stored(stored, model, example_inputs, in_place=in_place, variants=variants)
-        sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
+        sim = cls(prepared, example_inputs, in_place=True, **settings)
         vars(sim).update(config=config, dynamic_shapes=shapes, _simulation=restore(stored, sim._simulation))
         return sim

@@ -1,6 +1,8 @@
 """The handle a user holds, end to end on models small enough to check by hand."""
 
 import copy
+import dataclasses
+import inspect
 from collections import OrderedDict
 
 import numpy as np
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
+from qtk.calibration.calibrate import CalibrationData
 from qtk.errors import CalibrationError, CaptureError, CheckError, ConfigError, EncodingError, NotCalibratedError
 from qtk.quantizers.modes import in_mode
+from qtk.report.account import Account
 
 
 class Net(nn.Module):
@@ -411,3 +415,73 @@ def test_reset_is_short_for_sequences():
         sim.compute_encodings(data, progress=False, **options)
         largest.append(round(float(sim.encodings()["total:input"].maximum), 3))
     assert largest == [3.0, 3.0, 6.0]
+
+
+def test_it_is_one_class_whose_methods_are_its_own():
+    assert [each.__name__ for each in qtk.QuantSim.__mro__] == ["QuantSim", "Settled", "object"]
+    assert {name for name in dir(qtk.QuantSim) if not name.startswith("_")} == {
+        "check", "compare", "compute_encodings", "drift", "encodings", "export", "fix_ranges", "forget", "freeze",
+        "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan", "plan_of", "quantizers",
+        "range_parameters", "report", "save", "sensitivity", "set_range", "simulation", "track_weights", "unfreeze",
+        "verify_export", "weight_parameters",
+    }
+
+
+VERBS = {
+    "compute_encodings": ("workflow.compute_encodings.compute_encodings", ([],), {
+        "sites": "a", "only_missing": True, "forward": print, "num_batches": 7, "progress": False, "valid": "mask"}),
+    "check": ("workflow.check.check", (), {}),
+    "set_range": ("workflow.ranges.set_range", ("a", 0.0, 1.0), {}),
+    "freeze": ("workflow.ranges.freeze", ("a",), {}),
+    "unfreeze": ("workflow.ranges.freeze", ("a",), {}),
+    "forget": ("workflow.ranges.forget", ("a",), {}),
+    "load_encodings": ("workflow.load_encodings.load_encodings", ({},), {
+        "strict": False, "partial": True, "freeze": False}),
+    "learn_ranges": ("training.learned_ranges.learn_ranges", ("a",), {"gradient_scale": None}),
+    "fix_ranges": ("training.learned_ranges.fix_ranges", ("a",), {}),
+    "range_parameters": ("training.learned_ranges.range_parameters", (), {}),
+    "weight_parameters": ("training.learned_ranges.weight_parameters", (), {}),
+    "track_weights": ("training.learned_ranges.track_weights", ("a",), {}),
+    "compare": ("workflow.compare.compare", ([],), {
+        "forward": print, "num_batches": 7, "progress": False, "valid": "mask"}),
+    "sensitivity": ("workflow.sensitivity.sensitivity", ([],), {
+        "loss": print, "top": 4, "groups": "g", "forward": print, "num_batches": 7, "progress": False,
+        "valid": "mask"}),
+    "drift": ("workflow.drift.drift", ([],), {"steps": 9, "forward": print, "progress": False}),
+    "report": ("workflow.report.report", ("page", []), {
+        "title": "t", "forward": print, "num_batches": 7, "sensitivity": False, "account": Account("top-1", 0.1),
+        "headline": {"a": "b"}, "force": True, "progress": False, "valid": "mask", "data_name": "some"}),
+    "export": ("workflow.export.export", ("folder",), {
+        "formats": "onnx", "force": True, "opset": 23, "check": False, "output_names": ["y"], "state_codes": True}),
+    "verify_export": ("workflow.verify_export.verify_export", ("folder", []), {
+        "forward": print, "runtime": "openvino", "float_export": "float", "turns": 3, "progress": False,
+        "valid": "mask", "batch_size": 5, "threads": 6}),
+    "load_float_state_dict": ("workflow.float_state.load_float_state", ({},), {}),
+    "save": ("workflow.store.save", ("folder",), {"weights": "integer", "force": True}),
+}
+"""Method → the function it calls, and arguments none of which is the default."""
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_method_hands_every_argument_to_its_function_and_returns_what_that_returns(name, linear, monkeypatch):
+    path, args, given = VERBS[name]
+    seen, result = [], object()
+
+    def verb(*args, **kwargs):
+        for each in (*args, *kwargs.values()):
+            seen.extend([getattr(each, field.name) for field in dataclasses.fields(each)]
+                        if isinstance(each, CalibrationData) else [each])
+        return result
+
+    monkeypatch.setattr(f"qtk.{path}", verb)
+    method = getattr(linear, name)
+    assert list(inspect.signature(method).parameters)[len(args):] in ([*given], [*given, "reset"])
+    returned = method(*args, **given)
+    assert returned is (result if inspect.signature(method).return_annotation != "None" else None)
+    assert seen[0] is linear or seen[0] is linear.simulation or name == "save"
+    assert all(any(value is each for each in seen) for value in [*args, *given.values()])
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return qtk.QuantSim(nn.Linear(3, 2).eval(), torch.randn(4, 3))

@@ -55,7 +55,8 @@ def main() -> None:
                                    activation_bits=activation_bits)
                 sim.compute_encodings(images, progress=False)
                 if methods:
-                    qtk.apply_layerwise(sim, images, methods, inputs=arguments.inputs, progress=False)
+                    qtk.apply_layerwise(sim, images, methods, options=qtk.LayerwiseOptions(inputs=arguments.inputs),
+                                        progress=False)
                 row.append(f"{top1(sim.model):.2f}")
                 progress.update()
             table.add_row(name, floating, title, *row)

@@ -124,7 +124,8 @@ def layerwise(*methods: object, **settings: object) -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
         start = clock(batches)
-        qtk.apply_layerwise(sim, batches, list(methods), progress=False, **settings)
+        options = qtk.LayerwiseOptions(**settings)
+        qtk.apply_layerwise(sim, batches, list(methods), progress=False, options=options)
         search.seconds = clock(batches) - start
         return sim.model
 

@@ -188,7 +188,8 @@ def main() -> None:
             sim.compute_encodings(None, progress=False)
             if methods:
                 holdout = 0.0 if chain == WITHOUT_HOLDOUT else 0.2
-                qtk.apply_layerwise(sim, batches, methods, holdout=holdout, valid=valid, progress=False)
+                qtk.apply_layerwise(sim, batches, methods, options=qtk.LayerwiseOptions(holdout=holdout), valid=valid,
+                                    progress=False)
             errors = tuple(error(sim, model, images) for images in judged)
             plain = plain or errors
             results.append({**setting, "chain": chain, "alike": errors[0] / plain[0], "unlike": errors[1] / plain[1]})

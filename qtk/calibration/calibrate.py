@@ -52,12 +52,15 @@ class CalibrationData:
     """The data of a calibration.
 
     Args:
-        batches: batches, or a function that runs the model over its own data; ``None`` if there are none.
+        batches: batches, or a function that runs the model over its own data; ``None`` if no activation is quantized
+            statically. Of a model with ``states`` they are the steps of one sequence, or ``qtk.Sequences``.
         example: example inputs; without ``batches`` they show which dynamically quantized values carry a mask.
         forward: runs the model on a batch; ``None``: ``run_batch``.
         num_batches: largest number of batches; ``None``: all.
         progress: show progress bars.
-        valid: which tokens count; ``None``: all.
+        valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a list with
+            the mask of each side of an encoder-decoder, or a function from a batch to bool [samples, tokens]; ``None``:
+            all. A mapping from masks to the names of their inputs where names do not tell.
     """
 
     batches: Data | None

@@ -159,6 +159,34 @@ class Originals:
         layer.quantizer.rewrote_weight, layer.quantizer.original = settings.rewrote_weight, settings.original
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlierResults:
+    """The results of earlier runs, and what a run does with them.
+
+    Args:
+        originals: keeps what is overwritten, and the results.
+        replayed: layers that the run does not work on, which get their results again once the walk has reached them.
+        is_continued: whether the layers of the run start from their results, if there are any.
+    """
+
+    originals: Originals
+    replayed: tuple[WeightedLayer, ...] = ()
+    is_continued: bool = False
+
+    def present(self, layer: WeightedLayer) -> PresentValues | None:
+        """What a layer of the run starts from; ``None``: its float values."""
+        return self.originals.present(layer) if self.is_continued else None
+
+    def digest(self, layers: Sequence[WeightedLayer]) -> str | None:
+        """A digest of the results that the run starts from or replays; ``None`` if there are none."""
+        used = (*(layers if self.is_continued else ()), *self.replayed)
+        earlier = [
+            (layer.name, values.weight, values.bias, values.encoding.scale, values.encoding.zero_point)
+            for layer in used if (values := self.originals.present(layer)) is not None
+        ]
+        return digest(earlier) if earlier else None
+
+
 def valid_original(layer: WeightedLayer) -> Original | None:
     """The original of a layer, unless its weight or bias is no longer what the method left, or its range is learned."""
     original = layer.quantizer.original
@@ -181,8 +209,8 @@ def warn_of_earlier_results(restarted: Sequence[str], gone: Sequence[str]) -> No
     if restarted:
         warnings.warn(
             f"{len(restarted)} layers ({_listed(restarted)}) start again from their float weights: what an earlier "
-            "call made of them is replaced; start='present' goes on from that, start='float' says that this is meant",
-            stacklevel=3,
+            "call made of them is replaced; options=LayerwiseOptions(start='present') goes on from that, start='float' "
+            "says that this is meant", stacklevel=3,
         )
     if gone:
         warnings.warn(

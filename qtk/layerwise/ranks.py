@@ -1,15 +1,17 @@
-"""Sums statistics of layer inputs over the processes of ``torch.distributed``."""
+"""Sums statistics of layer inputs, and holds out samples, over the processes of ``torch.distributed``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 
 import torch
 from torch import distributed
 
 from qtk.errors import CalibrationError
+from qtk.moments.holdout import Holdout, holdout_of
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
@@ -64,6 +66,16 @@ def sum_over_ranks(
     if first.required.holdout is not None:
         summed_moments.held_out = sum_over_ranks(None if moments is None else moments.held_out, device)
     return summed_moments
+
+
+def holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+    """The samples to hold out of this rank's batches: the same groups on all. Raises: on all, as ``holdout_of``."""
+    if not several_ranks():
+        return holdout_of(fraction, groups, num_batches)
+    shares = exchanged((groups, num_batches), None)
+    turns = zip_longest(*(own or () for own, _ in shares), fillvalue=shares)  # the batches of the ranks in turns
+    labels = [label for turn in turns for label in turn if label is not shares]
+    return [holdout_of(fraction, own, count, labels) for own, count in shares][distributed.get_rank()]
 
 
 def _layout(moments: SecondMoments) -> _Layout:

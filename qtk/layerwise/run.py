@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +11,17 @@ from tqdm import tqdm
 
 from qtk.calls.calls import Call
 from qtk.layerwise.checkpoint import Checkpoint
-from qtk.layerwise.digest import digest
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
-from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod
-from qtk.layerwise.originals import Originals
-from qtk.layerwise.ranks import sum_over_ranks
+from qtk.layerwise.options import LayerwiseOptions
+from qtk.layerwise.originals import EarlierResults
+from qtk.layerwise.ranks import holdout_of_ranks, sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.starved_matrices import StarvedMatrices
-from qtk.layerwise.walk import Inputs, walk
+from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
@@ -39,81 +37,70 @@ class LayerwiseRun:
         methods: applied to each layer in order.
         layers: those to improve, each with an encoding.
         calls: the calls of the model, one for each batch.
-        inputs: see ``qtk.layerwise.walk.Inputs``.
-        offload: where values are kept between layers.
-        checkpoint_dir: where finished layers are saved, and looked for.
-        originals: keeps what is overwritten, and the results of earlier runs.
-        holdout: the samples that results are judged by.
-        replayed: other layers, which get the results of an earlier run again once the walk has reached them.
-        present: whether layers start from the results of an earlier run, if there are any.
+        options: how it goes through the layers.
+        earlier: the results of earlier runs.
 
-    Raises: CalibrationError if the directory belongs to another run.
+    Raises: CalibrationError if the directory belongs to another run, or no such samples can be held out.
     """
 
     def __init__(
         self, model: nn.Module, methods: Sequence[LayerwiseMethod], layers: Sequence[WeightedLayer],
-        calls: Sequence[Call], *, inputs: Inputs, offload: Offload, checkpoint_dir: str | os.PathLike[str] | None,
-        originals: Originals, holdout: Holdout | None = None, replayed: Sequence[WeightedLayer] = (),
-        present: bool = False,
+        calls: Sequence[Call], options: LayerwiseOptions, earlier: EarlierResults,
     ) -> None:
+        holdout = holdout_of_ranks(options.holdout, options.groups, len(calls))
         self._methods = methods
         self._layers = layers
         self._device = device_of(model)
-        self._originals = originals
-        self._replayed = frozenset(replayed)
-        self._present = present
+        self._earlier = earlier
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
         self._starved = StarvedMatrices()
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
-        if checkpoint_dir is not None:
+        directory = options.checkpoint_dir
+        if directory is not None:
             names, settings = [layer.name for layer in layers], {
-                "methods": repr(list(methods)), "inputs": inputs, "holdout": repr(holdout),
+                "methods": repr(list(methods)), "inputs": options.inputs, "holdout": repr(holdout),
             }
-            earlier = [
-                (layer.name, values.weight, values.bias, values.encoding.scale, values.encoding.zero_point)
-                for layer in (*(layers if present else ()), *replayed)
-                if (values := originals.present(layer)) is not None
-            ]
-            if earlier:
-                settings["results of an earlier run"] = digest(earlier)
+            if (results := earlier.digest(layers)) is not None:
+                settings["results of an earlier run"] = results
             data = [(call.args, call.kwargs, None if call.valid is None else call.valid.masks) for call in calls]
-            self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
+            self._checkpoint = from_first(lambda: Checkpoint(directory, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
         required: dict[WeightedLayer, RequiredStatistics | None] = {
             layer: None if layer.name in self._finished else _required_statistics(layer, methods, holdout)
             for layer in layers
         }
-        required |= dict.fromkeys(replayed)
+        required |= dict.fromkeys(earlier.replayed)
         if holdout is not None and holdout.batches is not None and all(
             each is None or each.holdout is None for each in required.values()
         ) and not self._finished:
             warnings.warn(f"groups: the results of {', '.join(type(each).__name__ for each in methods)} are not judged "
                           "by their squared error alone, so that nothing is held out; leave groups out", stacklevel=4)
-        self._walk = walk(model, calls, required, inputs=inputs, offload=offload, holdout=holdout)
+        self._walk = walk(model, calls, required, inputs=options.inputs, offload=options.offload, holdout=holdout)
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
         updates: dict[str, tuple[LayerInput, LayerUpdate]] = {}
+        originals = self._earlier.originals
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
             while (layer_input := self._next()) is not None:
-                if layer_input.layer in self._replayed:
+                if layer_input.layer in self._earlier.replayed:
                     with uninterrupted():
-                        self._originals.restore(layer_input.layer)
+                        originals.restore(layer_input.layer)
                     continue
                 update = self._update(layer_input)
                 if update is not None:
                     layer = layer_input.layer
                     with uninterrupted():
-                        self._originals.keep(*update.written(layer))
+                        originals.keep(*update.written(layer))
                         update.write(layer)
-                        self._originals.wrote(*update.written(layer))
+                        originals.wrote(*update.written(layer))
                     updates[layer.name] = replace(layer_input, moments=None), replace(update, weight=None, bias=None)
                     ratio = update.after / update.before if update.before > 0 else 0.0
                     bar.set_postfix_str(layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
-                elif self._present:
-                    self._originals.restore(layer_input.layer)
+                elif self._earlier.is_continued:
+                    originals.restore(layer_input.layer)
                 bar.update()
         if self._short_of_data:
             warnings.warn(
@@ -156,8 +143,7 @@ class LayerwiseRun:
         moments = self._starved.pooled(layer.name, moments)
 
         def compute() -> LayerUpdate:
-            present = self._originals.present(layer) if self._present else None
-            update = compute_update(layer, self._methods, moments, present)
+            update = compute_update(layer, self._methods, moments, self._earlier.present(layer))
             if checkpoint is not None:
                 checkpoint.save(layer, update)
             return update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from torch import nn
 
@@ -19,26 +20,62 @@ LISTED = 5
 """Sites that an error lists."""
 
 
-def learn_ranges(simulation: Simulation, names: Iterable[str] | str, gradient_scale: GradientScale) -> list[str]:
-    """Makes the ranges of sites trainable; those that are dynamic, frozen or stored in few bits are skipped.
+def learn_ranges(
+    simulation: Simulation, names: Iterable[str] | str, gradient_scale: Literal["lsq"] | None = "lsq"
+) -> list[str]:
+    """Makes ranges trainable, to be trained with the weights (LSQ, LSQ+).
 
-    Changes the quantizers. Returns: the names of the sites whose ranges are learned now.
+    Changes the quantizers.
 
-    Raises: CalibrationError for a name of no site, or if no range can be learned; NotCalibratedError naming the sites
-        without an encoding. Nothing has changed then. An optimizer that was made before raises EncodingError in its
-        next step if none has the new parameters, and a DistributedDataParallel in its next forward pass.
+    >>> import qtk, torch
+    >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4), weight_bits=4)
+    >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    >>> sim.learn_ranges()
+    ['input:input', 'weight', 'linear:out']
+    >>> optimizer = torch.optim.AdamW([
+    ...     {"params": sim.weight_parameters()},
+    ...     {"params": sim.range_parameters(), "lr": 1e-3, "weight_decay": 0.0},
+    ... ])
+    >>> sim.model(torch.randn(8, 4)).sum().backward()
+    >>> optimizer.step()
+
+    Scales and zero points are trained relative to where learning starts, so one learning rate suits all sites: 1e-3
+    moves a scale by about 0.1 % a step of Adam. A symmetric site learns its scale only. The mode stays through
+    ``compute_encodings``, which gives learning a new start, and is part of the ``state_dict``.
+
+    Args:
+        simulation: calibrated.
+        names: names of sites, or globs over names. Dynamic and frozen ones are skipped, and those whose scales are
+            stored in few bits.
+        gradient_scale: ``"lsq"``: gradients of ranges are divided by √(N · q_max), with N the elements of a sample that
+            share a scale (arXiv 1902.08153); ``None``: they are not.
+
+    Returns: the names of the sites whose ranges are learned now.
+
+    Raises: CalibrationError if there is no such site, or none whose range can be learned; NotCalibratedError naming
+        sites without an encoding. Nothing has changed then. EncodingError in the next step of an optimizer that was
+        made before, in the next forward pass of a DistributedDataParallel that was, and in the forward pass after a
+        scale has become 0, negative or not finite, on a GPU some steps later.
     """
+    scaled = GradientScale.NONE if gradient_scale is None else GradientScale.LSQ
     taken = _taken(simulation, names, "be learned", {})
     made = {site.name: each for site in taken if not (each := simulation.quantizers[site]).learns_range}
     for site in taken:
-        simulation.quantizers[site].learn_range(gradient_scale)
+        simulation.quantizers[site].learn_range(scaled)
     watch_wrappers(simulation.model, made)
     watch_optimizers(simulation.model, {site.name: simulation.quantizers[site] for site in taken})
     return [site.name for site in taken]
 
 
 def fix_ranges(simulation: Simulation, names: Iterable[str] | str) -> list[str]:
-    """Makes learned ranges fixed ones. Returns: the names of the sites whose ranges were learned.
+    """Makes learned ranges fixed ones, zero points rounded to codes; returns the sites that were learned.
+
+    >>> import qtk, torch
+    >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    >>> _ = sim.learn_ranges("weight")
+    >>> sim.fix_ranges()
+    ['weight']
 
     Raises: CalibrationError for a name of no site; EncodingError naming a site whose scale is not positive and finite.
         Nothing has changed then.
@@ -54,8 +91,14 @@ def fix_ranges(simulation: Simulation, names: Iterable[str] | str) -> list[str]:
 def track_weights(simulation: Simulation, names: Iterable[str] | str) -> list[str]:
     """Lets ranges of weights follow the weights' extremes in every forward pass in training mode.
 
-    Changes the quantizers; learned ranges among them become fixed ones. Returns: the names of the sites taken; frozen
-    ones are skipped.
+    >>> import qtk, torch
+    >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    >>> sim.track_weights("weight")
+    ['weight']
+
+    Every pass sets them as the scheme ``min_max`` does; ``sim.freeze`` ends it. Changes the quantizers; learned ranges
+    among them become fixed ones. Returns: the names of the sites taken; frozen ones are skipped.
 
     Raises: as ``learn_ranges``, and CalibrationError if no site is one of a parameter.
     """

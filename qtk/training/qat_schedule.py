@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from qtk.errors import ConfigError, NotCalibratedError
 from qtk.graph.simulation import HasSimulation
 from qtk.nn.batch_norm import freeze_batch_norms
-from qtk.ops.gradient_scale import GradientScale
 from qtk.public import public
 from qtk.training.learned_ranges import learn_ranges
 
@@ -65,7 +64,7 @@ class QatSchedule:
                                      "run sim.compute_encodings(data) first")
         self._observe_until, self._learn_from, self._freeze_at = observe_until, learn_ranges_from, freeze_batch_norms_at
         if learn_ranges_from is not None and not any(quantizer.learns_range for quantizer in quantizers):
-            learn_ranges(simulation, "*", GradientScale.LSQ)
+            learn_ranges(simulation, "*")
         self._learned = [quantizer for quantizer in quantizers if quantizer.learns_range]
         self._observed = [
             simulation.quantizers[site] for site, decided in simulation.plan.items()

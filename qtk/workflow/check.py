@@ -16,6 +16,13 @@ from qtk.quantizers.read_encodings import read_encodings
 def check(simulation: Simulation) -> None:
     """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
 
+    >>> import qtk
+    >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    >>> sim.check()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    qtk.errors.CheckError: ... findings:...
+
     Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is disabled, has no
         encoding or a malformed one, or a range that is not finite.
     """

@@ -78,15 +78,33 @@ def compare(
     progress: bool = True,
     valid: Valid | None = None,
 ) -> SiteErrors:
-    """The errors at every site, also of each that shares a range, worst own error first.
+    """Measures own and accumulated error and share clipped at every site, worst own error first; prints as a table.
 
-    Of the ``valid`` tokens alone, where they can be followed.
+    >>> import qtk, torch
+    >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> sim.set_range("input:input", low=-0.1, high=0.1)
+    >>> worst = sim.compare(batches, progress=False)[0]
+    >>> worst.site, worst.clipped > 0.5, worst.own_sqnr_db < 6
+    ('input:input', True, True)
 
     Each batch runs in float, its values kept, then simulated; the float values of one batch are held in memory at a
     time. The own error of a site is the one its quantizer makes of the float model's value, whatever the other sites
     do; the accumulated error is that of the simulated value, all the sites before it included. A quantizer that is
     bypassed makes none. Where a layer-wise method has rewritten a weight, the float model has the weight that it had
     before.
+
+    Args:
+        simulation: calibrated.
+        data: batches.
+        forward: as for ``compute_encodings``.
+        num_batches: as for ``compute_encodings``.
+        progress: show a bar.
+        valid: which tokens count, where they can be followed, as for ``compute_encodings``.
+
+    Returns: the errors at every site, also of each that shares a range.
+
+    Raises: CalibrationError without data, or for ``valid`` that gives no mask.
     """
     quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
     calls = SiteCalls(simulation, quantizers)

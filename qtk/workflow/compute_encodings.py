@@ -22,11 +22,41 @@ from qtk.workflow.rewrite import Configurable, replan_simulation
 def compute_encodings(
     sim: Configurable, data: CalibrationData, *, sites: Iterable[str] | str | None, only_missing: bool
 ) -> None:
-    """Computes every encoding that is not frozen, or those of ``sites``, or missing ones, as ``QuantSim`` says.
+    """Computes every encoding that is not frozen: of weights from their values, of activations from data.
+
+    >>> import qtk, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+    >>> batches = [torch.randn(16, 8) for _ in range(4)]
+    >>> sim = qtk.QuantSim(model, batches[0])
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> list(sim.encodings())
+    ['input:input', '0.weight', '1:out']
+
+    A loader of (image, label) pairs:
+
+    >>> pairs = [(batch, 0) for batch in batches]
+    >>> sim.compute_encodings(pairs, forward=lambda model, batch: model(batch[0]), progress=False)
+
+    Some sites only, or those whose encoding is missing:
+
+    >>> sim.compute_encodings(batches, sites="*:out", num_batches=2, progress=False)
+    >>> sim.forget("0.weight")
+    >>> sim.compute_encodings(batches, only_missing=True, progress=False)
+
+    Under ``torchrun`` every rank passes its share of the data, and all get the same encodings.
 
     Where all are computed, from data that can be run again, merges whose operands differ too much in range get rules
     of their own (``uneven_values``), in front of all rules, and what these change is calibrated again. Layers of
     recurrent nets whose input 8 bits do not hold are computed in float (``unheld_steps``).
+
+    Args:
+        sim: a ``QuantSim``; its simulation changes.
+        data: what activations are observed on.
+        sites: names of the sites to calibrate, or globs over names; ``None``: all.
+        only_missing: compute only encodings that are missing.
+
+    Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site; CheckError,
+        if ``sites`` is ``None``, as ``check``.
     """
     computes_all = sites is None and not only_missing
     with dropped_sites_back(sim) if computes_all else nullcontext():

@@ -25,7 +25,22 @@ def drift(
     simulation: Simulation, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None,
     progress: bool = True,
 ) -> Drift:
-    """The SQNR of the outputs, step by step: float and simulation each carry their own states and buffers.
+    """Measures the SQNR of the outputs, step by step: float and simulation each carry their own states and buffers.
+
+    >>> import qtk, torch
+    >>> class Stream(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.cell, self.head = torch.nn.GRUCell(4, 8), torch.nn.Linear(8, 2)
+    ...     def forward(self, x, h):
+    ...         h = self.cell(x, h)
+    ...         return self.head(h), h
+    >>> steps, zero = torch.randn(50, 2, 4), torch.zeros(2, 8)
+    >>> batches = [(x, zero) for x in steps]
+    >>> sim = qtk.QuantSim(Stream().eval(), batches[0], states={"h": 1})
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> sim.drift(batches, steps=200, progress=False).is_bounded
+    True
 
     Args:
         simulation: of a model with states.

@@ -84,6 +84,14 @@ def export(
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
+    >>> import pathlib, qtk, tempfile
+    >>> sim = qtk.QuantSim(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(16, 8))
+    >>> sim.compute_encodings([torch.randn(16, 8)], progress=False)
+    >>> folder = pathlib.Path(tempfile.mkdtemp()) / "both"
+    >>> sim.export(folder)
+    >>> (folder / "model.onnx").exists()
+    True
+
     Each file is read back before the directory appears: its encodings and stored integers must be bit-equal to those of
     the simulation. Batch norms that are kept until the export are folded while the files are written.
 

@@ -21,7 +21,13 @@ LISTED = 10
 def load_float_state(simulation: Simulation, state: Mapping[str, Tensor]) -> None:
     """Loads the parameters and buffers of the original float model; what transforms did to them is done again.
 
-    The values are written into the parameters of the simulation's model; encodings are forgotten.
+    >>> import qtk
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
+    >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8))
+    >>> sim.load_float_state_dict(model.state_dict())
+
+    The values are written into the parameters of the simulation's model; encodings are forgotten, for they belong to
+    the weights that were there before.
 
     Args:
         simulation: changed.

@@ -1,10 +1,9 @@
-"""Layer-wise methods, one by one, as functions on a ``QuantSim``: each is one of ``qtk.workflow.layerwise``."""
+"""Layer-wise methods, one by one, as functions on a ``QuantSim``; each calls ``qtk.workflow.layerwise``."""
 
 from __future__ import annotations
 
-import os
 import warnings  # noqa: F401  the examples use it
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch  # noqa: F401  the examples use it
 from torch import nn  # noqa: F401  the examples use it
@@ -15,11 +14,9 @@ from qtk.graph.simulation import HasSimulation
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.gptq import Gptq
-from qtk.layerwise.live_values import Offload
-from qtk.layerwise.originals import Start
+from qtk.layerwise.options import DEFAULT, LayerwiseOptions
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.seq_mse import SeqMse
-from qtk.layerwise.walk import Inputs
 from qtk.public import public
 from qtk.workflow.layerwise import apply_layerwise
 
@@ -28,10 +25,8 @@ from qtk.workflow.layerwise import apply_layerwise
 def apply_seq_mse(
     sim: HasSimulation, data: Data, *,
     num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
-    start: Start | None = None, keep_originals: bool = True,
+    sites: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+    valid: Valid | None = None, progress: bool = True, options: LayerwiseOptions = DEFAULT,
 ) -> LayerwiseReport:
     """Sequential MSE: gives every weight the scales with which the output of its layer changes least.
 
@@ -64,38 +59,28 @@ def apply_seq_mse(
         joint: for weights quantized in blocks, then block-coordinate descent on the error of the whole output.
         exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
         loss: ``mse``, ``sqnr`` or ``l1``, see ``qtk.layerwise.seq_mse.SeqMse``.
-        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
         sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch.
+        forward: how to run the model on a batch, as for ``compute_encodings``.
         num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        valid: which tokens count, as for ``compute_encodings``.
         progress: show a bar.
-        valid: which tokens count.
-        holdout: fraction of the samples that results are judged by.
-        groups: a label for each batch, to hold out whole groups.
-        start: what a layer starts from that an earlier call has changed.
-        keep_originals: keep the float weights for later calls.
+        options: how the run goes through the layers, and what its results are judged by.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
     Raises: as ``apply_layerwise``.
     """
     return apply_layerwise(
-        sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], inputs=inputs, sites=sites, forward=forward,
-        num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
-    )
+        sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], sites=sites, forward=forward,
+        num_batches=num_batches, valid=valid, progress=progress, options=options)
 
 
 @public
 def apply_gptq(
     sim: HasSimulation, data: Data, *,
     damping: float = 0.01, act_order: bool = True,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
-    start: Start | None = None, keep_originals: bool = True,
+    sites: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+    valid: Valid | None = None, progress: bool = True, options: LayerwiseOptions = DEFAULT,
 ) -> LayerwiseReport:
     """GPTQ: rounds weights column by column, each error propagated to the remaining columns by the inverse Hessian.
 
@@ -127,38 +112,28 @@ def apply_gptq(
         data: as for ``compute_encodings``; a few hundred samples, at least twice as many rows as a layer has columns.
         damping: added to the diagonal of the Hessian, as a multiple of its mean.
         act_order: round the columns with the largest inputs first.
-        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
         sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch.
+        forward: how to run the model on a batch, as for ``compute_encodings``.
         num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        valid: which tokens count, as for ``compute_encodings``.
         progress: show a bar.
-        valid: which tokens count.
-        holdout: fraction of the samples that results are judged by.
-        groups: a label for each batch, to hold out whole groups.
-        start: what a layer starts from that an earlier call has changed.
-        keep_originals: keep the float weights for later calls.
+        options: how the run goes through the layers, and what its results are judged by.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
     Raises: as ``apply_layerwise``; CalibrationError if a damped Hessian has no inverse.
     """
     return apply_layerwise(
-        sim, data, [Gptq(damping, act_order)], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
-        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
-    )
+        sim, data, [Gptq(damping, act_order)], sites=sites, forward=forward, num_batches=num_batches, valid=valid,
+        progress=progress, options=options)
 
 
 @public
 def apply_adaround(
     sim: HasSimulation, data: Data, *,
     iterations: int = 100, through_activation: bool = False,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
-    start: Start | None = None, keep_originals: bool = True,
+    sites: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+    valid: Valid | None = None, progress: bool = True, options: LayerwiseOptions = DEFAULT,
 ) -> LayerwiseReport:
     """AdaRound: learns for every weight whether it is rounded up or down, so that its layer's output changes least.
 
@@ -190,37 +165,27 @@ def apply_adaround(
         iterations: steps of its optimizer.
         through_activation: where a ReLU, GELU or the like alone reads the output of a layer, minimize the error after
             it (equation 25), on a sample of rows.
-        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
         sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch.
+        forward: how to run the model on a batch, as for ``compute_encodings``.
         num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        valid: which tokens count, as for ``compute_encodings``.
         progress: show a bar.
-        valid: which tokens count.
-        holdout: fraction of the samples that results are judged by.
-        groups: a label for each batch, to hold out whole groups.
-        start: what a layer starts from that an earlier call has changed.
-        keep_originals: keep the float weights for later calls.
+        options: how the run goes through the layers, and what its results are judged by.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
     Raises: as ``apply_layerwise``.
     """
     return apply_layerwise(
-        sim, data, [AdaRound(iterations, through_activation=through_activation)], inputs=inputs, sites=sites,
-        forward=forward, num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
-    )
+        sim, data, [AdaRound(iterations, through_activation=through_activation)], sites=sites, forward=forward,
+        num_batches=num_batches, valid=valid, progress=progress, options=options)
 
 
 @public
 def correct_bias(
     sim: HasSimulation, data: Data, *,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
-    start: Start | None = None, keep_originals: bool = True,
+    sites: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+    valid: Valid | None = None, progress: bool = True, options: LayerwiseOptions = DEFAULT,
 ) -> LayerwiseReport:
     """Bias correction: corrects biases so that every output of a layer has its mean in the float model.
 
@@ -250,25 +215,17 @@ def correct_bias(
     Args:
         sim: a ``QuantSim``; its biases change, and the encodings of their weights are frozen.
         data: as for ``compute_encodings``; a few hundred samples.
-        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
         sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch.
+        forward: how to run the model on a batch, as for ``compute_encodings``.
         num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        valid: which tokens count, as for ``compute_encodings``.
         progress: show a bar.
-        valid: which tokens count.
-        holdout: fraction of the samples that results are judged by.
-        groups: a label for each batch, to hold out whole groups.
-        start: what a layer starts from that an earlier call has changed.
-        keep_originals: keep the float weights for later calls.
+        options: how the run goes through the layers, and what its results are judged by.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
     Raises: as ``apply_layerwise``.
     """
     return apply_layerwise(
-        sim, data, [BiasCorrection()], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
-        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
-    )
+        sim, data, [BiasCorrection()], sites=sites, forward=forward, num_batches=num_batches, valid=valid,
+        progress=progress, options=options)

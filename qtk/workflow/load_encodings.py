@@ -79,11 +79,42 @@ class Holder(Protocol):
 
 
 def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: bool, freeze: bool) -> LoadedEncodings:
-    """Loads encodings, after all of them were checked; arguments as for ``QuantSim.load_encodings``.
+    """Loads encodings from a file of ``sim.export``, or from one of AIMET's; all of it, or nothing.
 
-    Changes the simulation. Frozen encodings are replaced too.
+    >>> import pathlib, qtk, tempfile
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval(), torch.randn(16, 8)
+    >>> sim = qtk.QuantSim(model, x)
+    >>> sim.compute_encodings([x], progress=False)
+    >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
+    >>> sim.export(folder, formats="encodings")
+    >>> again = qtk.QuantSim(model, x)
+    >>> loaded = again.load_encodings(folder / "encodings_aimet_1.0.0.json")
+    >>> len(loaded.loaded), loaded.frozen
+    (3, True)
+    >>> torch.equal(again.model(x), sim.model(x))
+    True
 
-    Raises: EncodingError listing what does not fit; nothing has changed then.
+    From another simulation, weights alone, free to be computed anew:
+
+    >>> weights = {name: each for name, each in sim.encodings().items() if name.endswith("weight")}
+    >>> print(again.load_encodings(weights, partial=True, freeze=False))
+    the mapping: 1 encodings loaded
+    missing: input:input, 1:out
+
+    The format is found by itself: qtk's own, or AIMET's schema 0.6.1, 1.0.0, 2.0.0 or 2.1.0. Entries have the names
+    that ``export`` gives tensors, those of torch's TorchScript exporter, or those of modules; beside an ONNX file of
+    the same name also those of its inputs, outputs and of torch's other exporter.
+
+    Args:
+        holder: its simulation changes.
+        source: a file, its content as JSON values, or site name → encoding. Frozen encodings are replaced too.
+        strict: an entry of no site is an error; else it is ignored. Of AIMET's, entries of values that an operator only
+            moved are always ignored: such a value has the encoding of what was moved.
+        partial: a site without an entry keeps what it has; else that is an error.
+        freeze: freeze what was loaded, so that ``compute_encodings`` keeps it.
+
+    Raises: EncodingError listing what does not fit: names, widths, symmetry, shapes, numbers that are not finite;
+        nothing has changed then.
     """
     simulation, where = holder.simulation, "the mapping" if isinstance(source, Mapping) else os.fspath(source)
     plan, content = simulation.plan, _content(source, where)

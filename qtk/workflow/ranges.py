@@ -18,9 +18,13 @@ from qtk.training.learned_ranges import fix_ranges
 
 
 def set_range(simulation: Simulation, names: str, low: float, high: float) -> None:
-    """Sets the range of sites to [low, high] and freezes their encodings.
+    """Sets the range of a site, or of all sites that match a glob, to [low, high], and freezes it.
 
     All scales of a site get the same range.
+
+    >>> import qtk
+    >>> sim = qtk.QuantSim(torch.nn.ReLU(), torch.randn(8, 4))
+    >>> sim.set_range("relu:out", 0.0, 6.0)
 
     Raises: CalibrationError if there is no such site, a bound is not finite, low ≥ high, a site is quantized
         dynamically, or has several scales whose number is not known yet. Nothing has changed then.
@@ -62,7 +66,15 @@ def freeze(simulation: Simulation, names: Iterable[str] | str | None, *, frozen:
 
 
 def forget(simulation: Simulation, names: Iterable[str] | str | None) -> None:
-    """Drops encodings. Raises: CalibrationError if there is no such site; EncodingError if one is frozen."""
+    """Deletes encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
+
+    >>> import qtk
+    >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    >>> sim.forget("*weight")
+
+    Raises: CalibrationError if there is no such site; EncodingError if an encoding is frozen.
+    """
     quantizers = [simulation.quantizers[site] for site in leaders(simulation.plan, names)]
     for quantizer in quantizers:
         quantizer.refuse_if_frozen()

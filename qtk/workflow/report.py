@@ -47,7 +47,12 @@ def report(
     headline: Mapping[str, str] | None, force: bool, progress: bool, valid: Valid | None = None,
     data_name: str = "the data given",
 ) -> None:
-    """Writes the report.
+    """Writes a page of HTML to look at: errors and ranges of the sites, what each costs, and the plan.
+
+    >>> import pathlib, qtk, tempfile
+    >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> sim.report(pathlib.Path(tempfile.mkdtemp()) / "report.html", batches, progress=False)
 
     Args:
         simulation: calibrated.

@@ -49,7 +49,21 @@ def sensitivity(
     progress: bool = True,
     valid: Valid | None = None,
 ) -> Sensitivities:
-    """How much the loss rises when each site, or group, alone is quantized, and how much it falls when it alone is not.
+    """Measures how much the loss rises when a site alone is quantized, and falls when it alone is not.
+
+    >>> import qtk
+    >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    >>> sim, batches = qtk.QuantSim(model, torch.randn(8, 8)), [torch.randn(64, 8)]
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> sim.set_range("1:out", low=0.0, high=0.01)
+    >>> sim.sensitivity(batches, progress=False)[0].name
+    '1:out'
+
+    Modules as groups, and a loss of one's own:
+
+    >>> loss = lambda output, batch: output.square().mean()
+    >>> sorted(row.name for row in sim.sensitivity(batches, loss=loss, groups="?", top=0, progress=False))
+    ['0', '1', '2', 'input:input']
 
     By default the loss is the power of the outputs' error relative to that of the float outputs, ``10^(-SQNR/10)``, of
     the ``valid`` tokens alone where there are others; a loss of one's own decides itself what counts.
@@ -72,6 +86,17 @@ def sensitivity(
 
     Where a layer-wise method has rewritten a weight, the float model has the weight that it had before, and so has the
     simulation in which this site alone is not quantized.
+
+    Args:
+        simulation: calibrated.
+        data: batches; a source that can be read once is kept in memory.
+        loss: ``loss(outputs, batch)``; ``None``: error of the outputs relative to their power, ``10^(-SQNR/10)``.
+        top: how many rows are measured, which costs two runs over the data each.
+        groups: paths of modules, or globs over them, whose sites are switched together.
+        forward: as for ``compute_encodings``.
+        num_batches: as for ``compute_encodings``.
+        progress: show bars.
+        valid: as for ``compute_encodings``; not beside a loss, which says itself what counts.
 
     Raises: CalibrationError without data, for a loss that is not finite or no scalar, an output without a gradient,
         groups that match no module, or ``valid`` beside a loss.

@@ -96,13 +96,20 @@ def save(
     weights: StoredWeights = "float",
     force: bool = False,
 ) -> None:
-    """Writes a simulation into a new directory, completely or not at all.
+    """Writes a simulation into a new directory, completely or not at all, to be read by ``QuantSim.load``.
+
+    >>> import qtk, tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "saved"
+    >>> qtk.QuantSim(nn.Linear(4, 2).eval(), torch.randn(8, 4)).save(folder)
+    >>> sorted(path.name for path in folder.glob("[a-z]*"))
+    ['model.safetensors', 'sim.json']
 
     Args:
         directory: the new directory.
         simulation: the simulation to save; its tensors may have any layout, and share memory.
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
-        weights: ``"integer"`` stores quantized weights as codes.
+        weights: ``"integer"`` stores quantized weights as codes, 4-bit ones in half a byte. What is loaded computes the
+            same, bit for bit, but its weights are the dequantized ones: the float weights are lost for training.
         force: replace an existing directory.
 
     Raises: ExportError if the directory exists or cannot be written, the model is on the meta device, or its weights

@@ -54,7 +54,15 @@ def verify_export(
     batch_size: int = 1,
     threads: int | None = None,
 ) -> Verdict:
-    """The verdict on the ONNX files in an export directory; of a model with islands, also file by file.
+    """Runs the ONNX files of an export directory on data, and judges them; of a model with islands, file by file.
+
+    >>> import qtk
+    >>> sim, batches = qtk.QuantSim(nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> folder = Path(tempfile.mkdtemp()) / "exported"
+    >>> sim.export(folder)
+    >>> sim.verify_export(folder, batches, turns=0).exact.top1
+    1.0
 
     Args:
         simulation: the simulation they were exported from.

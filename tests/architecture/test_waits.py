@@ -17,7 +17,7 @@ HOT = (
     "core/encoding.py", "core/transfer.py", "quantizers/*.py", "observers/*.py", "calibrators/*.py", "ops/*.py",
     "kernels/gpu/*.py", "numerics/*.py", "nn/*.py", "calibration/calibrate.py", "workflow/check.py",
     "data/forward_pass.py", "training/learned_ranges.py", "calibration/local_gradients.py", "training/qat_schedule.py",
-    "training/range_training.py", "calibration/scale_floor.py", "data/valid_tokens.py",
+    "calibration/scale_floor.py", "data/valid_tokens.py",
 )
 METHODS = {
     "item",

@@ -36,9 +36,12 @@ def test_padding_leaves_no_trace_in_rounded_weights(layer):
     padded, alone, all_rows = simulation(layer), simulation(layer), simulation(layer)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="valid")
-        report = qtk.apply_layerwise(padded, [BATCH], "gptq", holdout=0, valid="mask", sites="layer*", progress=False)
-    expected = qtk.apply_layerwise(alone, SEQUENCES, "gptq", holdout=0, sites="layer*", progress=False)
-    qtk.apply_layerwise(all_rows, [BATCH], "gptq", holdout=0, sites="layer*", progress=False)
+        report = qtk.apply_layerwise(padded, [BATCH], "gptq", options=qtk.LayerwiseOptions(holdout=0), valid="mask",
+                                     sites="layer*", progress=False)
+    expected = qtk.apply_layerwise(alone, SEQUENCES, "gptq", options=qtk.LayerwiseOptions(holdout=0), sites="layer*",
+                                   progress=False)
+    qtk.apply_layerwise(all_rows, [BATCH], "gptq", options=qtk.LayerwiseOptions(holdout=0), sites="layer*",
+                        progress=False)
     for found, wanted in zip(report.layers, expected.layers, strict=True):
         assert (found.before, found.after) == pytest.approx((wanted.before, wanted.after), rel=1e-3)
     names = [layer.name for layer in report.layers]
@@ -60,14 +63,16 @@ def test_layers_that_see_all_rows_are_named():
     inputs = torch.randn(2, 5, 8), MASK
     sim = qtk.QuantSim(Recurrent().eval(), inputs, weight_bits=4)
     with pytest.warns(UserWarning, match=r"tokens cannot be followed to the inputs of 2 layers.*rnn\.weight_ih_l0"):
-        qtk.apply_layerwise(sim, [inputs], "seq_mse", holdout=0, valid="mask", progress=False)
+        qtk.apply_layerwise(sim, [inputs], "seq_mse", options=qtk.LayerwiseOptions(holdout=0), valid="mask",
+                            progress=False)
 
 
 @pytest.mark.medium
 def test_a_mask_of_other_lengths_than_any_input_is_refused():
     sim = simulation("per_token")
     with pytest.raises(CalibrationError, match=r"no input of the model begins with its axes.*\(2, 7\)"):
-        qtk.apply_layerwise(sim, [BATCH], "gptq", holdout=0, valid=lambda batch: torch.ones(2, 7), progress=False)
+        qtk.apply_layerwise(sim, [BATCH], "gptq", options=qtk.LayerwiseOptions(holdout=0),
+                            valid=lambda batch: torch.ones(2, 7), progress=False)
 
 
 @pytest.mark.medium
@@ -87,5 +92,6 @@ def test_the_report_of_a_layer_that_sees_all_rows_is_of_all_rows():
         sim = qtk.QuantSim(Strided().eval(), inputs, weight_bits=3, activation_bits=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            reports.append(qtk.apply_layerwise(sim, [inputs], "gptq", holdout=0, valid=valid, progress=False))
+            reports.append(qtk.apply_layerwise(sim, [inputs], "gptq", options=qtk.LayerwiseOptions(holdout=0),
+                                               valid=valid, progress=False))
     assert reports[0].layers == reports[1].layers

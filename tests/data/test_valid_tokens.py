@@ -265,7 +265,8 @@ def test_layers_of_both_sides_see_their_tokens_alone():
     for data, valid in (([padded], BOTH), (alone, None)):
         sim = qtk.QuantSim(copy.deepcopy(prepared_pair()), padded, weight_bits=2, activation_bits=None)
         sim.compute_encodings(None, progress=False)
-        report = qtk.apply_gptq(sim, data, valid=valid, holdout=0, inputs="symfp", progress=False)
+        report = qtk.apply_gptq(sim, data, valid=valid, options=qtk.LayerwiseOptions(holdout=0, inputs="symfp"),
+                                progress=False)
         weights.append({layer.name: layer.after for layer in report.layers})
     for name, error in weights[1].items():
         assert weights[0][name] == pytest.approx(error, rel=1e-3), name

@@ -69,8 +69,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load": (qtk.QuantSim.load, {"directory": "nothing", "model": PREPARED, "example_inputs": X, "in_place": False}),
     "load_float_state_dict": (lambda **k: sim().load_float_state_dict(**k), {"state": net().state_dict()}),
     "apply_layerwise": (lambda **k: qtk.apply_layerwise(sim(), **k), {
-        "data": [X], "methods": ["bias_correction"], "inputs": "asym", "sites": None, "forward": None, "num_batches": 1,
-        "offload": "none", "checkpoint_dir": None, "progress": False}),
+        "data": [X], "methods": ["bias_correction"], "sites": None, "forward": None, "num_batches": 1, "valid": None,
+        "options": qtk.LayerwiseOptions(), "progress": False}),
+    "LayerwiseOptions": (lambda **k: qtk.apply_gptq(sim(), [X], options=qtk.LayerwiseOptions(**k), progress=False), {
+        "inputs": "asym", "offload": "none", "checkpoint_dir": None, "holdout": 0.2, "groups": None, "start": None,
+        "keep_originals": True}),
     "apply_seq_mse": (lambda **k: qtk.apply_seq_mse(sim(), **k), {
         "data": [X], "num_candidates": 3, "refine": False, "joint": False, "exact": False, "loss": "mse",
         "progress": False}),

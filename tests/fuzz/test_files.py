@@ -47,7 +47,7 @@ SIM.save(FOLDER / "saved")
 SIM.export(FOLDER / "exported", formats=["encodings", "encodings_aimet_0.6.1"])
 OTHER = qtk.QuantSim(net(), X)
 IMPROVED = qtk.QuantSim(net(), X, weight_bits=4)
-qtk.apply_gptq(IMPROVED, [X], checkpoint_dir=FOLDER / "run", progress=False)
+qtk.apply_gptq(IMPROVED, [X], options=qtk.LayerwiseOptions(checkpoint_dir=FOLDER / "run"), progress=False)
 FILES = ("encodings.json", *(f"encodings_aimet_{schema}.json" for schema in ("0.6.1", "1.0.0", "2.0.0")))
 SPECS = {each.name: each.encoding.spec for each in named_encodings(SIM.simulation)}
 RECORD = json.loads((FOLDER / "saved" / SIM_FILE).read_text(encoding="utf-8"))
@@ -153,7 +153,8 @@ def test_a_damaged_checkpoint_is_refused_or_the_same(name, draws):
             (run / name).write_bytes(draws.draw(damaged(content)))
         sim = qtk.QuantSim(net(), X, weight_bits=4)
         before = state(sim)
-        report = judged("checkpoints", lambda: qtk.apply_gptq(sim, [X], checkpoint_dir=run, progress=False))
+        options = qtk.LayerwiseOptions(checkpoint_dir=run)
+        report = judged("checkpoints", lambda: qtk.apply_gptq(sim, [X], options=options, progress=False))
         if not same(state(sim), before if report is None else state(IMPROVED)):
             silent(f"after {'a refused' if report is None else 'an accepted'} checkpoint the weights are others")
 

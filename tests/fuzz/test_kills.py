@@ -133,12 +133,14 @@ def test_a_layer_wise_run_goes_on_and_ends_as_if_it_had_not_been_killed(count, t
 
     def work(index: int) -> None:
         made = sim(weight_bits=4)
-        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"], checkpoint_dir=folder / str(index), progress=False)
+        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"],
+                            options=qtk.LayerwiseOptions(checkpoint_dir=folder / str(index)), progress=False)
 
     def check(index: int) -> None:
         made = sim(weight_bits=4)
         assert same(state(made), before)
-        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"], checkpoint_dir=folder / str(index), progress=False)
+        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"],
+                            options=qtk.LayerwiseOptions(checkpoint_dir=folder / str(index)), progress=False)
         assert same(state(made), state(whole))
         assert leftovers(folder / str(index)) == []
 

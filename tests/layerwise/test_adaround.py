@@ -88,7 +88,7 @@ def test_what_follows_the_layer_comes_closer(conv):
         sim = qtk.QuantSim(model, data[0], weight_bits=2, activation_bits=None)
         sim.compute_encodings(None, progress=False)
         method = AdaRound(iterations=500, through_activation=through)
-        qtk.apply_layerwise(sim, data, [method], holdout=0.0, progress=False)
+        qtk.apply_layerwise(sim, data, [method], options=qtk.LayerwiseOptions(holdout=0.0), progress=False)
         with torch.no_grad():
             lost[through] = float(sum((model(x) - sim.model(x)).square().sum() for x in data))
             weight = sim.model.get_parameter("0.weight")

@@ -46,13 +46,11 @@ HOLDOUTS = {
 
 def judged(how, **options):
     """A simulation after a run with held-out data, and its report."""
-    if how == "samples of tokens":
-        sim, data, options["valid"] = masked_problem()
-    else:
-        sim, data = problem()
+    sim, data, valid = masked_problem() if how == "samples of tokens" else (*problem(), None)
     if "start" in HOLDOUTS[how]:
         qtk.apply_gptq(sim, data, damping=0.1, progress=False)
-    return sim, qtk.apply_layerwise(sim, data, METHODS, progress=False, **HOLDOUTS[how], **options)
+    options = qtk.LayerwiseOptions(**HOLDOUTS[how], **options)
+    return sim, qtk.apply_layerwise(sim, data, METHODS, valid=valid, progress=False, options=options)
 
 
 def stopping_after_two_layers(directory, how=None):
@@ -70,7 +68,7 @@ def stopping_after_two_layers(directory, how=None):
         judged(how, checkpoint_dir=directory)
         return
     sim, data = problem()
-    qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=directory, progress=False)
+    qtk.apply_layerwise(sim, data, METHODS, options=qtk.LayerwiseOptions(checkpoint_dir=directory), progress=False)
 
 
 def killed_after_two_layers(folder, how=None):
@@ -115,14 +113,15 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
     assert made == ["0.weight", "2.weight", "4.weight", "6.weight"]
     made.clear()
     resumed, data = problem()
-    report = qtk.apply_layerwise(resumed, data, METHODS, checkpoint_dir=folder, progress=False)
+    report = qtk.apply_layerwise(resumed, data, METHODS, options=qtk.LayerwiseOptions(checkpoint_dir=folder),
+                                 progress=False)
     assert made == ["4.weight", "6.weight"]
     own, other = state(resumed), state(whole)
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert report == expected
     again, data = problem()
-    qtk.apply_layerwise(again, data, METHODS, checkpoint_dir=folder, progress=False)
+    qtk.apply_layerwise(again, data, METHODS, options=qtk.LayerwiseOptions(checkpoint_dir=folder), progress=False)
     assert made == ["4.weight", "6.weight"]
     assert all(torch.equal(value, other[name]) for name, value in state(again).items())
 
@@ -136,14 +135,14 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
 )
 def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
     sim, data = problem()
-    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    qtk.apply_layerwise(sim, data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     other, _ = problem(seed=1 if change == "model" else 0)
     before = state(other)
     with pytest.raises(CalibrationError, match=f"another run: not the same {named}"):
         qtk.apply_layerwise(
             other, data[:2] if change == "data" else data,
             ["seq_mse(num_candidates=7)" if change == "methods" else "seq_mse"],
-            inputs="symqt" if change == "inputs" else "asym", checkpoint_dir=tmp_path,
+            options=qtk.LayerwiseOptions(inputs="symqt" if change == "inputs" else "asym", checkpoint_dir=tmp_path),
             sites=["0.weight", "2.weight"] if change == "sites" else None, progress=False,
         )
     assert all(torch.equal(before[name], value) for name, value in state(other).items())
@@ -152,29 +151,34 @@ def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
 @pytest.mark.medium
 def test_damaged_files_are_named(tmp_path):
     sim, data = problem()
-    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    qtk.apply_layerwise(sim, data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     (tmp_path / "0001.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CalibrationError, match=r"0001\.safetensors.*delete it to do 2.weight again"):
-        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                            progress=False)
     (tmp_path / "0001.safetensors").write_bytes((tmp_path / "0000.safetensors").read_bytes())
     with pytest.raises(CalibrationError, match=r"does not hold 2\.weight"):
-        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                            progress=False)
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(CalibrationError, match=r"run\.json is not a run"):
-        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                            progress=False)
     (tmp_path / "run.json").write_text(json.dumps(["a list"]), encoding="utf-8")
     with pytest.raises(CalibrationError, match="another run"):
-        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                            progress=False)
     file = tmp_path / "file"
     file.write_text("", encoding="utf-8")
     with pytest.raises(CalibrationError, match="checkpoint_dir"):
-        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=file, progress=False)
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=file),
+                            progress=False)
 
 
 @pytest.mark.slow
 def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
     sim, data = problem()
-    qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=tmp_path, progress=False)
+    qtk.apply_layerwise(sim, data, METHODS, options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     path = tmp_path / "0001.safetensors"
     good = path.read_bytes()
     for bit in torch.randint(0, 8 * len(good), (15,), generator=torch.Generator().manual_seed(0)).tolist():
@@ -182,7 +186,8 @@ def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bytes(flipped))
         with pytest.raises(CalibrationError, match=r"0001\.safetensors"):
-            qtk.apply_layerwise(problem()[0], data, METHODS, checkpoint_dir=tmp_path, progress=False)
+            qtk.apply_layerwise(problem()[0], data, METHODS, options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                                progress=False)
 
 
 @pytest.mark.medium
@@ -194,9 +199,9 @@ def test_the_same_names_and_weights_in_another_model_are_another_run(tmp_path):
         sim.compute_encodings(None, progress=False)
         if refused:
             with pytest.raises(CalibrationError, match="not the same model"):
-                qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
+                qtk.apply_gptq(sim, [x], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
         else:
-            qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
+            qtk.apply_gptq(sim, [x], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
 
 
 @pytest.mark.medium
@@ -208,7 +213,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     for name in ("run.part", "0000.part"):
         (folder / name).symlink_to(precious)
     sim, data = problem()
-    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=folder, progress=False)
+    qtk.apply_layerwise(sim, data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=folder), progress=False)
     assert precious.read_text(encoding="utf-8") == "ten years"
     assert not any((folder / name).is_symlink() for name in ("run.json", "0000.safetensors"))
 
@@ -225,7 +230,8 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CalibrationError, match=r"cannot write .*0001\.safetensors: No space left on device"):
-        qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_layerwise(sim, data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path),
+                            progress=False)
     assert sorted(os.listdir(tmp_path)) == ["0000.safetensors", "run.json"]
     assert all(torch.equal(before[name], value) for name, value in state(sim).items())
 
@@ -235,5 +241,5 @@ def test_half_files_of_a_killed_run_are_deleted(tmp_path):
     sim, data = problem()
     (tmp_path / ".0001.safetensors.c0ffee00.part").write_bytes(b"half")
     (tmp_path / "other.part").write_bytes(b"not ours")
-    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    qtk.apply_layerwise(sim, data, ["seq_mse"], options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     assert [name for name in sorted(os.listdir(tmp_path)) if name.endswith(".part")] == ["other.part"]

@@ -84,9 +84,10 @@ def test_a_second_method_goes_on_and_the_first_start_is_kept():
     fused, data, fresh = mixture()
     sim = simulation(fused, data)
     qtk.apply_gptq(sim, data, progress=False)
-    report = qtk.apply_layerwise(sim, data, "coordinate_descent", start="present", progress=False)
+    report = qtk.apply_layerwise(sim, data, "coordinate_descent", options=qtk.LayerwiseOptions(start="present"),
+                                 progress=False)
     assert all(result.after <= result.before for result in report.layers)
-    again = qtk.apply_gptq(sim, data, start="float", progress=False)
+    again = qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(start="float"), progress=False)
     anew = simulation(fused, data)
     first = qtk.apply_gptq(anew, data, progress=False)
     assert [result.after for result in again.layers] == [result.after for result in first.layers]

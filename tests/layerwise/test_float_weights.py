@@ -18,7 +18,7 @@ def rewritten():
     data = [torch.randn(64, 16)]
     sim = qtk.QuantSim(model, data[0], weight_bits=2)
     sim.compute_encodings(data, progress=False)
-    qtk.apply_gptq(sim, data, holdout=0, progress=False)
+    qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(holdout=0), progress=False)
     return model, sim, data
 
 
@@ -49,7 +49,7 @@ def test_a_simulation_without_them_says_so():
     data = [torch.randn(64, 16)]
     sim = qtk.QuantSim(nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval(), data[0], weight_bits=2)
     sim.compute_encodings(data, progress=False)
-    qtk.apply_gptq(sim, data, holdout=0, keep_originals=False, progress=False)
+    qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(holdout=0, keep_originals=False), progress=False)
     with pytest.warns(match=r"the float weights of 1 layers \(0.weight\) are not kept .* taken for the float model"):
         sim.compare(data, progress=False)
 

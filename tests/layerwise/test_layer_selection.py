@@ -80,10 +80,12 @@ def test_only_named_sites_are_selected_and_reported(sim):
 def test_a_method_of_ones_own_is_applied_and_its_need_of_rows_is_told(sim):
     Idle.sees.clear()
     with pytest.warns(UserWarning, match="2 layers saw fewer rows of data than the methods need"):
-        report = qtk.apply_layerwise(sim, [torch.randn(9, 4)], [Idle(), Idle(rows=10)], holdout=0, progress=False)
+        report = qtk.apply_layerwise(sim, [torch.randn(9, 4)], [Idle(), Idle(rows=10)],
+                                     options=qtk.LayerwiseOptions(holdout=0), progress=False)
     assert Idle.sees == ["0.weight"] * 2 + ["1.weight"] * 2
     assert [layer.reason for layer in report.layers] == [None, None]
-    qtk.apply_layerwise(sim, [torch.randn(10, 4)], [Idle(rows=10)], holdout=0, progress=False)
+    qtk.apply_layerwise(sim, [torch.randn(10, 4)], [Idle(rows=10)], options=qtk.LayerwiseOptions(holdout=0),
+                        progress=False)
 
 
 @pytest.mark.parametrize(("exclude", "others"), [

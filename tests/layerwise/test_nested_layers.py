@@ -199,5 +199,5 @@ def test_a_model_that_stays_python_has_the_same_search_and_says_what_it_cannot_c
     assert results["first.weight"].sqnr_db == pytest.approx(truth, abs=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = qtk.apply_gptq(sim, data, inputs="symfp", start="float", progress=False)
+        again = qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(inputs="symfp", start="float"), progress=False)
     assert [each.after for each in again.layers] == [each.after for each in report.layers]

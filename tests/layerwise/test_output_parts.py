@@ -41,7 +41,7 @@ def test_parts_are_rounded_as_layers_of_their_own(lengths, methods):
     for model in (cut, Apart(cut).eval()):
         sim = qtk.QuantSim(model, batches[0], weight_bits=3, activation_bits=None)
         sim.compute_encodings(None)
-        report = qtk.apply_layerwise(sim, batches, methods, holdout=0, progress=False)
+        report = qtk.apply_layerwise(sim, batches, methods, options=qtk.LayerwiseOptions(holdout=0), progress=False)
         assert report.skipped == {}
         weights = [sim.quantizers[name](value) for name, value in sim.model.named_parameters()]
         results.append(torch.cat([weight.detach() for weight in weights]))

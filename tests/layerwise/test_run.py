@@ -14,7 +14,8 @@ from qtk.calls.calls import Call
 from qtk.errors import CalibrationError
 from qtk.layerwise import run
 from qtk.layerwise.gptq import Gptq
-from qtk.layerwise.originals import Originals
+from qtk.layerwise.options import LayerwiseOptions
+from qtk.layerwise.originals import EarlierResults, Originals
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.moments.required_statistics import RequiredStatistics
 from tests.layerwise.convolutional_net import problem, same, state
@@ -29,7 +30,7 @@ def test_few_data_are_warned_of():
 def test_groups_without_a_judge_are_warned_of():
     _, sim, data = problem()
     with pytest.warns(UserWarning, match="groups: the results of BiasCorrection are not judged"):
-        qtk.correct_bias(sim, data, groups=["a", "a", "b", "b"], progress=False)
+        qtk.correct_bias(sim, data, options=qtk.LayerwiseOptions(groups=["a", "a", "b", "b"]), progress=False)
 
 
 @pytest.mark.medium
@@ -63,12 +64,12 @@ def test_an_interrupt_keeps_finished_layers_in_the_checkpoint_alone(monkeypatch,
 
     monkeypatch.setattr(run, "compute_update", compute_update)
     with pytest.raises(KeyboardInterrupt):
-        qtk.apply_gptq(sim, data, checkpoint_dir=tmp_path, progress=False)
+        qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     assert calls == ["conv.weight", "fc1.weight"]
     assert same(before, state(sim))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.safetensors", "run.json"]
     monkeypatch.setattr(run, "compute_update", lambda layer, *rest: calls.append(layer.name) or real(layer, *rest))
-    qtk.apply_gptq(sim, data, checkpoint_dir=tmp_path, progress=False)
+    qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(checkpoint_dir=tmp_path), progress=False)
     assert calls[2:] == ["fc1.weight", "fc2.weight"]
     uninterrupted = problem()[1]
     qtk.apply_gptq(uninterrupted, data, progress=False)
@@ -87,11 +88,11 @@ class Experts(nn.Module):
         return self.second(y) if float(x.sum()) > 0 else y
 
 
-def run_of(sim, data, methods, **options):
+def run_of(sim, data, methods, originals=None):
     layers, _ = weighted_layers(sim.model, sim.plan)
     calls = [Call((x,), {}, None) for x in data]
-    return layers, run.LayerwiseRun(sim.model, methods, layers, calls, **{
-        "inputs": "asym", "offload": "none", "checkpoint_dir": None, "originals": Originals(layers), **options})
+    earlier = EarlierResults(originals or Originals(layers))
+    return layers, run.LayerwiseRun(sim.model, methods, layers, calls, LayerwiseOptions(holdout=0.0), earlier)
 
 
 @pytest.mark.medium

@@ -166,6 +166,6 @@ def test_a_method_sees_no_held_out_token():
         data[kept:] *= scale
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            qtk.apply_gptq(sim, [data], sites="first.weight", holdout=0.4, progress=False)
+            qtk.apply_gptq(sim, [data], sites="first.weight", options=qtk.LayerwiseOptions(holdout=0.4), progress=False)
         results.append(sim.model.get_parameter("first.weight").clone())
     assert torch.equal(*results)

@@ -79,7 +79,7 @@ def test_that_nothing_was_held_out_is_said(batches, holdout, warned):
     sim = qtk.QuantSim(nn.Linear(4, 2), data[0], weight_bits=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = qtk.apply_layerwise(sim, data, "gptq", holdout=holdout, progress=False)
+        report = qtk.apply_layerwise(sim, data, "gptq", options=qtk.LayerwiseOptions(holdout=holdout), progress=False)
     said = [str(each.message) for each in caught if "held out no samples for 1 layers" in str(each.message)]
     assert len(said) == warned
     assert (report.layers[0].held_out is None) == (warned or not holdout)

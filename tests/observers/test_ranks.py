@@ -40,7 +40,7 @@ def improved(data: list[torch.Tensor], checkpoint: str | None = None) -> dict[st
     sim = qtk.QuantSim(model(), batches()[0], weight_bits=4, activation_bits=None)
     sim.compute_encodings(None, progress=False)
     steps = ["seq_mse", "gptq", "bias_correction"]
-    qtk.apply_layerwise(sim, data, steps, checkpoint_dir=checkpoint, progress=False)
+    qtk.apply_layerwise(sim, data, steps, options=qtk.LayerwiseOptions(checkpoint_dir=checkpoint), progress=False)
     return {name: value.flatten().tolist() for name, value in sim.model.state_dict().items()}
 
 
@@ -55,9 +55,9 @@ def judged(data: list[torch.Tensor], how: str, part: slice = slice(None), **opti
         given["groups"] = GROUPS[part]
     sim = qtk.QuantSim(model(), batches()[0], weight_bits=3, activation_bits=8)
     sim.compute_encodings(data, progress=False)
-    qtk.apply_gptq(sim, data, progress=False, **given)
-    report = qtk.apply_layerwise(
-        sim, data, ["seq_mse", "coordinate_descent"], start="float", progress=False, **given, **options)
+    qtk.apply_gptq(sim, data, progress=False, options=qtk.LayerwiseOptions(**given))
+    again = qtk.LayerwiseOptions(start="float", **given, **options)
+    report = qtk.apply_layerwise(sim, data, ["seq_mse", "coordinate_descent"], progress=False, options=again)
     state = {name: value.flatten().tolist() for name, value in sim.model.state_dict().items()}
     held_out = [layer.held_out for layer in report.layers]
     return {"state": state, "winners": [layer.winner for layer in report.layers], "held out": held_out}
@@ -91,7 +91,8 @@ def on_a_rank(directory: str) -> None:
         folder = str(Path(directory, how))
         found[f"{how}, resumed"] = [judged(mine, how, part, checkpoint_dir=folder) for _ in range(2)]
     try:
-        qtk.apply_gptq(qtk.QuantSim(model(), mine[0]), mine, groups=["a", "b", "c"][: 3 - rank], progress=False)
+        qtk.apply_gptq(qtk.QuantSim(model(), mine[0]), mine,
+                       options=qtk.LayerwiseOptions(groups=["a", "b", "c"][: 3 - rank]), progress=False)
     except CalibrationError as error:
         found["labels"] = str(error)
     try:

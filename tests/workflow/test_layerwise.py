@@ -118,11 +118,13 @@ def test_bad_input_is_refused_and_changes_nothing():
     with pytest.raises(CalibrationError, match="num_candidates"):
         qtk.apply_seq_mse(sim, data, num_candidates=0)
     with pytest.raises(ArgumentError, match="inputs must be one of 'asym', 'symfp', 'symqt', got 'sym'"):
-        qtk.apply_gptq(sim, data, inputs="sym", progress=False)
+        qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(inputs="sym"), progress=False)
     with pytest.raises(ArgumentError, match="offload must be one of"):
-        qtk.apply_gptq(sim, data, offload="gpu", progress=False)
+        qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(offload="gpu"), progress=False)
     with pytest.raises(TypeError, match="num_batch"):
         qtk.apply_gptq(sim, data, num_batch=3, progress=False)
+    with pytest.raises(CalibrationError, match="holdout is a fraction"):
+        qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(holdout=1.0), progress=False)
     assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
 
 

@@ -78,11 +78,12 @@ def assert_same(sim, other):
     assert flags == expected_flags
 
 
-def run(sim, data, methods, **options):
+def run(sim, data, methods, sites=None, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*saw fewer rows")
         warnings.filterwarnings("error", message=".*(start again|an earlier call)")
-        return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
+        options = qtk.LayerwiseOptions(**options)
+        return qtk.apply_layerwise(sim, data, methods, sites=sites, progress=False, options=options)
 
 
 @pytest.mark.sample(2)
@@ -189,7 +190,7 @@ def test_coordinate_descent_goes_on_from_gptq_and_never_raises_its_error():
 
 def gone(sim, data, methods="seq_mse", **options):
     with pytest.warns(UserWarning, match=r"an earlier call rewrote the weights of \d layers.*count as the float model"):
-        return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
+        return qtk.apply_layerwise(sim, data, methods, progress=False, options=qtk.LayerwiseOptions(**options))
 
 
 @pytest.mark.sample(2)

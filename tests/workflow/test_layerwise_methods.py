@@ -13,7 +13,7 @@ from tests.layerwise.convolutional_net import lost, problem, state
 METHODS = {
     "seq_mse": qtk.apply_seq_mse,
     "gptq": qtk.apply_gptq,
-    "adaround": lambda sim, data, **options: qtk.apply_adaround(sim, data, iterations=200, **options),
+    "adaround": lambda sim, data, **given: qtk.apply_adaround(sim, data, iterations=200, **given),
     "bias_correction": qtk.correct_bias,
 }
 
@@ -25,7 +25,7 @@ METHODS = {
 def test_the_model_comes_closer_to_float(method, inputs):
     model, sim, data = problem()
     before = lost(model, sim, data)
-    report = METHODS[method](sim, data, inputs=inputs, progress=False)
+    report = METHODS[method](sim, data, progress=False, options=qtk.LayerwiseOptions(inputs=inputs))
     assert lost(model, sim, data) < (1 if method == "bias_correction" else 0.9) * before
     assert [layer.name for layer in report.layers] == ["conv.weight", "fc1.weight", "fc2.weight"]
     sim.check()
@@ -62,26 +62,25 @@ def test_what_was_found_stays_when_ranges_are_computed_again(method):
     assert not sim.model.training
 
 
-def test_every_call_has_the_same_options():
+def test_every_call_has_the_same_keywords():
     calls = [qtk.apply_layerwise, qtk.apply_seq_mse, qtk.apply_gptq, qtk.apply_adaround, qtk.correct_bias]
-    options = [
+    keywords = [
         {name: (each.default, each.annotation) for name, each in inspect.signature(call).parameters.items()}
         for call in calls
     ]
-    common = list(options[0])[3:]
-    assert common[-4:] == ["holdout", "groups", "start", "keep_originals"]
-    for own in options:
+    common = list(keywords[0])[3:]
+    assert common == ["sites", "forward", "num_batches", "valid", "progress", "options"]
+    for own in keywords:
         assert list(own)[-len(common):] == common
-        assert all(own[name] == options[0][name] for name in common)
+        assert all(own[name] == keywords[0][name] for name in common)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_options_reach_the_run(method, monkeypatch):
+def test_keywords_reach_the_run(method, monkeypatch):
     seen = []
     monkeypatch.setattr("qtk.workflow.layerwise_methods.apply_layerwise", lambda *args, **given: seen.append(given))
-    given = {"inputs": "symqt", "sites": "*", "forward": print, "num_batches": 3, "offload": "cpu",
-             "checkpoint_dir": "run", "progress": False, "valid": "mask", "holdout": 0.5, "groups": [1, 2],
-             "start": "present", "keep_originals": False}
+    given = {"sites": "*", "forward": print, "num_batches": 3, "valid": "mask", "progress": False,
+             "options": qtk.LayerwiseOptions(holdout=0.5)}
     METHODS[method](None, [], **given)
     assert seen == [given]
     assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
@@ -94,16 +93,17 @@ def test_every_method_holds_out_groups(method):
     """What is held out is not seen: with one group of two held out, the result is that of the other group alone."""
     _, sim, data = problem()
     _, other, _ = problem()
-    report = METHODS[method](sim, data, groups=["a", "a", "b", "b"], holdout=0.5, progress=False)
+    options = qtk.LayerwiseOptions(groups=["a", "a", "b", "b"], holdout=0.5)
+    report = METHODS[method](sim, data, options=options, progress=False)
     changed = [data[0], data[1], *(x * 1.0001 for x in data[2:])]
-    METHODS[method](other, changed, groups=["a", "a", "b", "b"], holdout=0.5, progress=False)
+    METHODS[method](other, changed, options=options, progress=False)
     (own, _), (expected, _) = state(sim), state(other)
     first = [name for name in own if name.startswith("conv.")]
     assert first
     assert all(torch.equal(own[name], expected[name]) for name in first)
     assert all(layer.held_out is not None for layer in report.layers)
     with pytest.raises(CalibrationError, match="groups needs a label for each of the 4 calls"):
-        METHODS[method](problem()[1], data, groups=["a", "b"], progress=False)
+        METHODS[method](problem()[1], data, options=qtk.LayerwiseOptions(groups=["a", "b"]), progress=False)
 
 
 def test_the_verb_refuses_before_it_starts():

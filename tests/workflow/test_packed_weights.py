@@ -185,7 +185,7 @@ def test_learned_ranges_are_learned_on(tmp_path):
 @pytest.mark.medium
 def test_rounded_weights_of_gptq_come_back(tmp_path):
     sim = calibrated(weight_bits=4)
-    qtk.apply_layerwise(sim, [X], "gptq", holdout=0, progress=False)
+    qtk.apply_layerwise(sim, [X], "gptq", options=qtk.LayerwiseOptions(holdout=0), progress=False)
     again, _ = round_trip(sim, layers(), tmp_path)
     own, other = (each.model.get_parameter("0.weight") for each in (sim, again))
     assert torch.equal(other, sim.quantizers["0.weight"](own))

@@ -179,3 +179,12 @@ def test_an_optimizer_no_longer_moves_a_learned_range_that_is_frozen_or_set(sim)
     sim.set_range(by_hand, -1, 1)
     before, after = sim.encodings(), step()
     assert {name for name in after if after[name].equals(before[name])} == {frozen, by_hand}
+
+
+def test_they_are_methods_of_the_simulation(sim):
+    sim.set_range("3:out", -1.0, 1.0)
+    sim.unfreeze()
+    sim.freeze("0.weight")
+    assert [name for name, each in sim.quantizers.items() if each.frozen] == ["0.weight"]
+    sim.forget("3:out")
+    assert "3:out" not in sim.encodings()

@@ -32,7 +32,7 @@ TRANSFORMS = {
 def test_rounded_weights_are_refused_also_once_they_are_not_frozen(transform) -> None:  # type: ignore[no-untyped-def]
     sim = qtk.QuantSim(unequal(), BATCHES[0])
     sim.compute_encodings(BATCHES, progress=False)
-    qtk.apply_layerwise(sim, BATCHES, "gptq", holdout=0, progress=False)
+    qtk.apply_layerwise(sim, BATCHES, "gptq", options=qtk.LayerwiseOptions(holdout=0), progress=False)
     sim.unfreeze()
     before = {name: parameter.clone() for name, parameter in sim.model.named_parameters()}
     with pytest.raises(CalibrationError, match=r"1\.weight.* rounded.*before layer-wise methods"):

@@ -323,7 +323,8 @@ def test_flags_are_stored(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(32, 8)
     sim = qtk.QuantSim(model, x)
     sim.compute_encodings([x], progress=False)
-    qtk.apply_gptq(sim, [x], sites="0.weight", holdout=0.0, progress=False)  # on data held out it might lose
+    qtk.apply_gptq(sim, [x], sites="0.weight", options=qtk.LayerwiseOptions(holdout=0.0),
+                   progress=False)  # on data held out it might lose
     sim.freeze("1:out")
     sim.save(tmp_path / "sim")
     again = qtk.QuantSim.load(tmp_path / "sim", model, x)

@@ -1,0 +1,70 @@
+"""The settings that all layer-wise methods share: how a run goes through the layers, and what it is judged by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from qtk.layerwise.live_values import Offload
+from qtk.layerwise.originals import Start
+from qtk.layerwise.walk import Inputs
+from qtk.public import public
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class LayerwiseOptions:
+    """How a layer-wise run goes through the layers, and what its results are judged by; the same for all methods.
+
+    >>> import qtk, torch
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = torch.nn.Sequential(torch.nn.Linear(16, 8)).eval(), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> options = qtk.LayerwiseOptions(inputs="symfp", holdout=0.5)
+    >>> report = qtk.apply_gptq(sim, batches, options=options, progress=False)
+
+    A run that survives being killed; the same call resumes it, here with nothing left to do:
+
+    >>> import os, tempfile
+    >>> options = qtk.LayerwiseOptions(checkpoint_dir=tempfile.mkdtemp())
+    >>> for _ in range(2):
+    ...     sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    ...     report = qtk.apply_gptq(sim, batches, options=options, progress=False)
+    >>> sorted(os.listdir(options.checkpoint_dir))
+    ['0000.safetensors', 'run.json']
+
+    Args:
+        inputs: which inputs the output error of a layer is measured on. ``asym``: the float model's for the float
+            weight, the quantized model's for the quantized weight; ``symqt`` and ``symfp``: for both weights the
+            quantized or the float model's. Inside loops over time, and in models that stay Python, ``asym`` is
+            ``symfp``.
+        offload: where values are kept between layers: ``none``, on the device; ``cpu``; ``disk``, a temporary
+            directory.
+        checkpoint_dir: where every finished layer is saved; a killed run resumes from there, with the same result bit
+            for bit.
+        holdout: fraction of the samples that methods do not see and their results are judged by: a layer changes only
+            if its error over them falls; also sets the strength of the prior (``qtk.layerwise.candidates``). 0: all
+            data are seen, and results always taken.
+        groups: a label for each batch; whole groups are held out then, to judge by another kind of data. Bias
+            correction alone, and losses other than the squared error, are not judged: they see all data.
+        start: what a layer starts from that an earlier call has changed: ``float``, its float weight, bias and the
+            encoding it had then; ``present``, the result of that call. ``None``: ``present`` for bias correction alone,
+            else ``float``, with a warning. The float model is that of the originals in either case.
+        keep_originals: keep the float weights and biases of changed layers for later calls, in host memory, with
+            ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
+            simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
+
+    Raises: ArgumentError if a value is not of its type.
+    """
+
+    inputs: Inputs = "asym"
+    offload: Offload = "none"
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    holdout: float = 0.2
+    groups: Sequence[Hashable] | None = None
+    start: Start | None = None
+    keep_originals: bool = True
+
+
+DEFAULT = LayerwiseOptions()

@@ -1,0 +1,67 @@
+"""Makes the simulation of a ``QuantSim``: prepares the model, plans it and inserts the quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from qtk.calibrators.scheme import calibrator
+from qtk.calls.calls import Call
+from qtk.calls.inputs import split_inputs
+from qtk.calls.states import set_states
+from qtk.capture.exclusion import exclude_paths
+from qtk.capture.prepared_model import PreparedModel
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.core.plan import QuantPlan
+from qtk.graph.insert import insert
+from qtk.graph.simulation import Simulation
+from qtk.planning.planner import RULE_NAMES, plan
+from qtk.planning.state_pairs import pair_states
+from qtk.quantizers.quantizer import Mode
+from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
+from qtk.transforms.split_gates import split_gates
+from qtk.workflow.prepare import ExampleInputs, prepare_own
+from qtk.workflow.sim_settings import Settings
+
+
+def simulate(
+    sim: Settings, model: nn.Module, *, in_place: bool, variants: Sequence[ExampleInputs],
+    states: Mapping[str, int | str],
+) -> Simulation:
+    """Prepares a model, plans it by the settings of ``sim`` and inserts the quantizers, all in SIMULATE.
+
+    Args:
+        sim: its settings.
+        model: a float model, or a prepared one.
+        in_place: share the parameters of ``model`` instead of copying them.
+        variants: examples of other kinds of calls.
+        states: inputs that are outputs of the call before.
+
+    Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
+    """
+    config, inputs = sim.config, sim.example_inputs
+    check_op_names(config, RULE_NAMES)
+    check_schemes(config, calibrator)
+    prepared = prepare_own(model, inputs, variants, in_place=in_place, dynamic_shapes=sim.dynamic_shapes)
+    exclude_paths(prepared, config.exclude)
+    set_states(prepared, states)
+    settle_batch_norms(prepared, Call(*split_inputs(inputs), None), config.fold_batch_norms)
+    if config.split_gates:
+        split_gates(prepared)
+    decided = plan_by(sim, prepared, config)
+    simulation = Simulation(prepared, decided, insert(prepared, decided), target=config.target)
+    for quantizer in simulation.quantizers.values():
+        quantizer.mode = Mode.SIMULATE
+    return simulation
+
+
+def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
+    """The plan of a prepared model by a config, and by the widths and the scheme of ``sim``.
+
+    Raises: ConfigError, SpecError for unfit settings.
+    """
+    with as_folded(prepared) as gone:
+        decided = plan(prepared, config, weight_bits=sim.weight_bits, activation_bits=sim.activation_bits,
+                       scheme=sim.scheme, gone=gone)
+    return pair_states(decided, prepared)
