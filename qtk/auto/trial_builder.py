@@ -57,7 +57,7 @@ class TrialBuilder:
         """The simulation with these settings. Raises: QtkError if one of them cannot be applied."""
         sim = self._planned(choices.scheme, self._config(choices))
         for name in choices.transforms:
-            transform(name).apply(sim, self.batches, forward=self.forward, progress=False)
+            transform(name).apply(sim, self.batches, forward=self.forward, progress=False, valid=self.valid)
         sim.compute_encodings(self.batches, forward=self.forward, valid=self.valid, progress=False)
         if choices.layerwise:
             apply_layerwise(sim, self.batches, choices.layerwise, forward=self.forward, valid=self.valid,

@@ -99,8 +99,9 @@ def calibrate(
     static = {site: decided for site, decided in sites.items() if decided.static}
     encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
     sampled = {site: simulation.quantizers[site] for site, decided in sites.items() if not decided.static}
-    samples = SiteSamples(simulation, sampled)
-    observers = _observed_on_data(simulation, sites, data, samples)
+    tokens = ValidTokens(simulation.model, data.valid)
+    samples = SiteSamples(simulation, sampled, tokens)
+    observers = _observed_on_data(simulation, sites, data, samples, tokens)
     settle(observers.values())
     masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
     seen = {
@@ -233,7 +234,8 @@ def _named(site: Site) -> Iterator[None]:
 
 
 def _observed_on_data(
-    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData, samples: SiteSamples
+    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData, samples: SiteSamples,
+    tokens: ValidTokens,
 ) -> Mapping[Site, Observer]:
     """The observers of the sites whose ranges depend on data, after all ranks have run their data."""
     observers = {
@@ -254,7 +256,6 @@ def _observed_on_data(
                 f"{len(observers)} activation sites need calibration data, the first of them {names}; "
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
-        tokens = ValidTokens(simulation.model, data.valid)
         with (
             matrices_counted(simulation), _observing(simulation, observers, tokens, samples), tokens.listening(),
             samples.followed(),

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from qtk.calibration.sampled_values import some_values
 from qtk.calls.inputs import input_leaves
 from qtk.core.site import Site
+from qtk.data.valid_tokens import ValidTokens
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.flow import Flow
@@ -45,10 +46,12 @@ class MemberSamples:
     Args:
         simulation: its graphs.
         sites: the sites whose values may be sampled.
+        tokens: which tokens are sampled; ``None``: all.
     """
 
-    def __init__(self, simulation: Simulation, sites: Container[Site]) -> None:
+    def __init__(self, simulation: Simulation, sites: Container[Site], tokens: ValidTokens | None = None) -> None:
         self.values: dict[Site, dict[str, Tensor]] = {}
+        self._tokens = tokens
         by_name = {site.name: site for site in simulation.plan if site in sites}
         self._readers = {
             graph: found for graph in roots(simulation.model).values() if (found := _readers(graph, by_name))
@@ -75,7 +78,7 @@ class MemberSamples:
             return
         del self._readers[graph]
         with in_mode(quantizers_in(graph), Mode.BYPASS):
-            for node, members in _LabelWalk(graph).run(leaves, readers):
+            for node, members in _LabelWalk(graph, self._tokens).run(leaves, readers):
                 self.values[readers[node]] = members
 
 
@@ -119,8 +122,8 @@ def _moved(flow: Flow, node: fx.Node) -> fx.Node | None:
 class _LabelWalk:
     """Runs a graph in float, with the labels of members beside the values."""
 
-    def __init__(self, graph: CapturedGraph) -> None:
-        self._graph, self._flow = graph.graph, Flow(graph.graph)
+    def __init__(self, graph: CapturedGraph, tokens: ValidTokens | None) -> None:
+        self._graph, self._flow, self._tokens = graph.graph, Flow(graph.graph), tokens
         self._values: dict[fx.Node, Any] = {}
         self._labels: dict[fx.Node, Any] = {}
         self._names: list[str] = []
@@ -139,7 +142,7 @@ class _LabelWalk:
             if labels is not None:
                 self._labels[node] = labels
             if node in readers and isinstance(labels, Tensor):
-                members = self._members(self._values[node], labels)
+                members = self._members(node, self._values[node], labels)
                 if len(members) > 1:
                     yield node, members
             for read in node.all_input_nodes:
@@ -148,8 +151,10 @@ class _LabelWalk:
                     self._values.pop(read, None)
                     self._labels.pop(read, None)
 
-    def _members(self, value: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def _members(self, node: fx.Node, value: Tensor, labels: Tensor) -> dict[str, Tensor]:
         members = {}
+        counted = None if self._tokens is None else self._tokens.counted_at(node, value)
+        labels = labels if counted is None else labels.where(counted, NO_MEMBER)
         for index in torch.unique(labels).tolist():
             if index in range(len(self._names)):
                 own = value[labels == index]

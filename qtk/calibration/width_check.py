@@ -31,6 +31,7 @@ from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.core.transfer import HOST, moved
+from qtk.data.valid_tokens import ValidTokens
 from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
@@ -86,12 +87,15 @@ class SiteSamples:
     Args:
         simulation: its graphs.
         quantizers: leader → quantizer, of which values are kept.
+        tokens: which tokens count; observers are given those alone already.
     """
 
-    def __init__(self, simulation: Simulation, quantizers: Mapping[Site, Quantizer]) -> None:
+    def __init__(
+        self, simulation: Simulation, quantizers: Mapping[Site, Quantizer], tokens: ValidTokens | None = None
+    ) -> None:
         self._quantizers = list(quantizers.values())
         self._calls = SiteCalls(simulation, quantizers)
-        self._members = MemberSamples(simulation, quantizers)
+        self._members = MemberSamples(simulation, quantizers, tokens)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
@@ -292,7 +296,7 @@ class _Loss:
 
 
 def _constant(site: Site, value: float, states: Mapping[str, int] | None) -> UnheldSite:
-    along = f"QuantSim(…, states={dict(states)})" if states else "along a sequence"
+    along = f"QuantSim(…, states={dict(states)})" if states and value == 0 else "along a sequence"  # states begin at 0
     return UnheldSite(
         site.name, float("-inf"), 0.0, 1, f"was {value:g} in all data, and is quantized as if it always were",
         f"calibrate with the values that it takes in use; of a state, {along}",

@@ -84,8 +84,9 @@ def grown_axes(graph: CapturedGraph) -> dict[str, tuple[int, ...]]:
 def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     """Site of an input that is no state yet → what to say, where one output alone may be its next value.
 
-    Of the outputs that fit it that is the one with its name, or the one in the same place, if there are as many of them
-    as of such inputs.
+    Of the outputs that fit it, and that the graph computes from it and from another input, that is the one with its
+    name, or, of a graph that returns something else too, the one in the same place, if there are as many of them as of
+    such inputs.
     """
     graph = roots(model).get("")
     if graph is None:
@@ -93,17 +94,32 @@ def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     states = states_of(model)
     nodes = {str(node.target): node for node in input_nodes(graph).values()}
     inputs = [name for name in nodes if name not in states]
-    outputs = [(index, name, node) for index, (name, node) in enumerate(output_nodes(graph).items())
+    returned = output_nodes(graph)
+    outputs = [(index, name, node) for index, (name, node) in enumerate(returned.items())
                if index not in states.values()]
+    read = {node: _inputs_of(node) for *_, node in outputs}
     proposed: dict[Site, dict[str, int]] = {}
     for name in inputs:
-        fitting = [(index, output, node) for index, output, node in outputs if _fits(nodes[name], node)]
+        fitting = [(index, output, node) for index, output, node in outputs
+                   if _fits(nodes[name], node) and nodes[name] in read[node] and len(read[node]) > 1]
         alike = [other for other in inputs if all(_fits(nodes[other], node) for *_, node in fitting)]
         by_name = [index for index, output, _ in fitting if name == output.rpartition(".")[2]]
-        by_place = [fitting[alike.index(name)][0]] if fitting and len(fitting) == len(alike) else []
+        is_paired = len(fitting) == len(alike) and len(returned) > 1
+        by_place = [fitting[alike.index(name)][0]] if fitting and is_paired else []
         if chosen := by_name or by_place:
             proposed[value_site(nodes[name])] = {name: chosen[0]}
     return proposed
+
+
+def _inputs_of(node: fx.Node) -> set[fx.Node]:
+    """The inputs that a value is computed from."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found.add(each)
+            pending += each.all_input_nodes
+    return {each for each in found if each.op == "placeholder"}
 
 
 def _pairs(graph: CapturedGraph, name: str, output: int | str) -> Iterable[tuple[fx.Node, int]]:

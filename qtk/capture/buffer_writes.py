@@ -4,17 +4,25 @@ Torch's exporter drops what forward assigns to buffers of submodules, ``self.h =
 writes all buffers in place at the end of a graph. What is in the memory of a buffer, and is returned or written into
 another one, has changed by then; and where the value that a buffer takes is returned too, the exporter returns the
 buffer, which the next call changes.
+
+A buffer that one graph of a model writes is data in all of them: those that only read it pass it on, so that it is a
+state of their files too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, fx, nn
 
-from qtk.graph.written_buffers import READ, is_write
+from qtk.core.free_name import free_name
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.counts import CLOCK, is_clock
+from qtk.graph.sites import OP, OWNER, add_labels, label
+from qtk.graph.written_buffers import READ, WRITE, is_write, is_written, written_buffers
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
+from qtk.operators.targets import attribute
 from qtk.torch_private import base_of, pytree
 
 
@@ -64,3 +72,41 @@ def part_from_buffers(graph: fx.Graph) -> None:
         for user in [user for user in held.users if user is not read]:
             if not (is_write(user) and user.args[0] is held):
                 user.replace_input_with(held, read)
+
+
+def pass_on_buffers(graphs: Collection[CapturedGraph]) -> None:
+    """Makes each graph that only reads a buffer which another one writes write its value back. Changes ``graphs``."""
+    written = {
+        id(attribute(graph, str(buffer.held.target))): buffer.read is not None and is_clock(buffer.read)
+        for graph in graphs for buffer in written_buffers(graph.graph).values()
+    }
+    for graph in graphs:
+        reads: dict[int, list[fx.Node]] = {}
+        for node in graph.graph.find_nodes(op="get_attr"):
+            key = id(attribute(graph, str(node.target)))
+            if key in written and not is_written(node):
+                reads.setdefault(key, []).append(node)
+        for key, nodes in reads.items():
+            read = _pass_on(graph.graph, nodes)
+            if written[key]:
+                add_labels(read, **{CLOCK: "true"})
+        if reads:
+            graph.recompile()
+
+
+def _pass_on(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Makes a graph write back the buffer that all of ``nodes`` hold. Returns: what the graph reads of it."""
+    held, *others = nodes
+    with graph.inserting_after(held):
+        read = graph.call_function(READ, (held,))
+    for node in nodes:
+        node.replace_all_uses_with(read, delete_user_cb=lambda user: user is not read)
+    for node in others:
+        graph.erase_node(node)
+    with graph.inserting_before(graph.output_node()):
+        write = graph.call_function(WRITE, (held, read))
+    taken = {label(node, OP) for node in graph.nodes if not label(node, OWNER)}
+    for node, op in ((read, "clone"), (write, "copy_")):
+        node.meta = dict(held.meta)
+        add_labels(node, **{OWNER: "", OP: free_name(op, taken)})
+    return read

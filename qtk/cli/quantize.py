@@ -198,17 +198,17 @@ class Run:
             activation_bits=setting.activation_bits,
             config=self.recipe.config_of(setting, self.entry),
         )
+        valid, progress = self.recipe.data.valid, self.progress
         for text in setting.transforms:
             pairs, count = self.calibration.open()
             result = transform(text).apply(
-                sim, (inputs for inputs, _ in pairs), num_batches=count, progress=self.progress
+                sim, (inputs for inputs, _ in pairs), num_batches=count, progress=progress, valid=valid
             )
             self._say(f"{setting.name}: {result.summary}")
         if setting.encodings is not None:
             self._say(f"{setting.name}: {sim.load_encodings(setting.encodings, partial=True)}")
         self._say(f"calibrating {setting.name}")
         pairs, count = self.calibration.open()
-        valid, progress = self.recipe.data.valid, self.progress
         sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count, valid=valid, progress=progress)
         if setting.layerwise:
             self._say(f"improving {setting.name} by {', '.join(setting.layerwise)}")

@@ -67,7 +67,8 @@ class Rule(Frozen):
             ``int16_state``, the sums in front of the gates and the cell state in 16 bits as in the integer LSTMs of
             runtimes; ``int8`` gives every value the width of activations; ``dynamic`` is what ONNX Runtime's
             DynamicQuantizeLSTM computes, and ``float`` where it has no such kernel. A layer of a recurrent net has a
-            path of its own, ``lstm.l0`` or ``lstm.l0_reverse``; one of which ``compute_encodings`` sees that 8 bits
+            path of its own, ``lstm.l0`` or ``lstm.l0_reverse``, by which rules set its weights and biases too (or by
+            the name of one, ``lstm.weight_ih_l0``); one of which ``compute_encodings`` sees that 8 bits
             do not hold its input stays in float, unless a rule with a path says ``dynamic``.
         optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
             what it sets.

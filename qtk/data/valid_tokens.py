@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtk.calls.signature import output_nodes
 from qtk.calls.token_inputs import Covered, CoveredLayouts, Masked, TokenInputs, Unmasked
@@ -37,6 +37,10 @@ mask of each side; where both are as long, the beginnings of the names tell whic
 (``decoder_input_ids``, ``decoder_attention_mask``), or a mapping says it: name of a mask → names of inputs."""
 
 
+Place: TypeAlias = Quantizer | fx.Node
+"""Where a value is seen: the quantizer that it goes through, or the node whose value it is."""
+
+
 class ValidTokens:
     """The valid tokens of the calls of a model, and the rows of its values that are theirs.
 
@@ -51,9 +55,10 @@ class ValidTokens:
         self._masks: TokenMasks | None = None
         self._inputs = TokenInputs()
         self._pending: dict[Quantizer, list[Covered]] = defaultdict(list)
-        self._unfollowed: dict[Quantizer, str] = {}
-        self._unmasked: dict[Quantizer, tuple[str, ...]] = {}
+        self._unfollowed: dict[Place, str] = {}
+        self._unmasked: dict[Place, tuple[str, ...]] = {}
         self._layouts: dict[nn.Module, CoveredLayouts | None] = {}
+        self._running: CoveredLayouts | None = None
         self._returned: list[tuple[Tensor, Covered]] = []
         self._lost_output: str | None = None
         self._matched = False
@@ -112,6 +117,20 @@ class ValidTokens:
         followed = pending.pop(0) if pending else None
         if isinstance(followed, Masked) and isinstance(quantizer.spec.granularity, PerChannel):
             followed = "scales of an axis, which rows do not have"
+        return self._selector(quantizer, followed)
+
+    def selector_at(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
+        """Picks the valid rows of values of ``node``, in the call of its graph that is running."""
+        return self._selector(node, None if self._running is None else self._running[node])
+
+    def counted_at(self, node: fx.Node, value: Tensor) -> Tensor | None:
+        """Which elements of the value of ``node``, in the call of its graph that is running, are those of valid tokens.
+
+        Returns: bool, of the shape of ``value``; ``None``: all.
+        """
+        return None if self._running is None else _elements(self.selector_at(node), value)
+
+    def _selector(self, place: Place, followed: Covered) -> Callable[[Tensor], Tensor]:
         masks = self._masks
 
         def rows(value: Tensor) -> Tensor:
@@ -122,9 +141,9 @@ class ValidTokens:
                     return selected
                 reason = "a length that changes"
             if isinstance(reason, Unmasked):
-                self._unmasked[quantizer] = reason.inputs
+                self._unmasked[place] = reason.inputs
             if isinstance(reason, str):
-                self._unfollowed[quantizer] = reason
+                self._unfollowed[place] = reason
             return value
 
         return rows
@@ -181,10 +200,11 @@ class ValidTokens:
                 tuple(self._checked(bound[name]) for name in named), tuple(named), tuple(named.values()))
         return self._masks
 
-    def warn_of_unfollowed(self, names: Mapping[Quantizer, str]) -> None:
-        """Warns of the quantizers that saw all rows, though some are no tokens. ``names``: of those that matter."""
-        found = {names[quantizer]: op for quantizer, op in self._unfollowed.items() if quantizer in names}
-        missed = {names[quantizer]: inputs for quantizer, inputs in self._unmasked.items() if quantizer in names}
+    def warn_of_unfollowed(self, names: Mapping[Quantizer, str] | Mapping[fx.Node, str]) -> None:
+        """Warns of the places where all rows were seen, though some are no tokens. ``names``: of those that matter."""
+        known: dict[Place, str] = {**names}
+        found = {known[place]: op for place, op in self._unfollowed.items() if place in known}
+        missed = {known[place]: inputs for place, inputs in self._unmasked.items() if place in known}
         if missed:
             inputs = ", ".join(dict.fromkeys(name for each in missed.values() for name in each))
             shown = ", ".join(list(missed)[:3]) + (", …" if len(missed) > 3 else "")
@@ -217,12 +237,14 @@ class ValidTokens:
         assert isinstance(graph, CapturedGraph)
         self._pending.clear()
         self._layouts.pop(graph, None)
+        self._running = None
         if self._masks is None:
             return
-        layouts = self._layouts[graph] = self._inputs.followed(graph, args, kwargs, self._masks)
+        layouts = self._layouts[graph] = self._running = self._inputs.followed(graph, args, kwargs, self._masks)
         if layouts is None:
             for inner in with_nested(graph):
                 self._unfollowed |= dict.fromkeys(quantizer_nodes(inner).values(), "inputs without these axes")
+                self._unfollowed |= dict.fromkeys(inner.graph.nodes, "inputs without these axes")
             return
         self._matched = True
         for quantizer, followed in layouts.calls:

@@ -9,10 +9,14 @@ import torch
 from torch import fx
 
 from qtk.graph.flow import Flow, maker
-from qtk.graph.sites import ports
+from qtk.graph.sites import label, ports
 from qtk.graph.written_buffers import is_input, is_state, written_buffers
 from qtk.operators.op_row import OpRow, Role
 from qtk.operators.op_table import IDENTITY, INDICES
+
+
+CLOCK = "qtk_clock"
+"""The label of what reads a buffer that another graph of the model counts in."""
 
 
 class Nature(enum.Enum):
@@ -66,11 +70,16 @@ def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Natur
 
 
 def is_clock(node: fx.Node) -> bool:
-    """Whether ``node`` reads a buffer whose next value depends on itself alone: the number of calls, a phase."""
+    """Whether ``node`` reads a buffer whose next value depends on itself alone: the number of calls, a phase.
+
+    A graph that passes it on unchanged does not tell; the label ``CLOCK`` says what the graph does that changes it.
+    """
     if not is_state(node):
         return False
     seen: set[fx.Node] = set()
     pending = [write.value for write in written_buffers(node.graph).values() if write.read is node]
+    if node in pending:
+        return label(node, CLOCK) is not None
     while pending:
         current = pending.pop()
         if current is not node and is_input(current):

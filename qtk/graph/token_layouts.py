@@ -66,11 +66,15 @@ class TokenLayouts:
                 for placeholder, argument in zip(core.graph.find_nodes(op="placeholder"), node.args, strict=False)
                 if isinstance(argument, fx.Node) and argument in self._layouts
             }
-            self.calls += TokenLayouts(core, inputs).calls
+            inside = TokenLayouts(core, inputs)
+            self.calls += inside.calls
+            self._layouts |= inside._layouts
+            self._lost |= inside._lost
             return
         lost = None if packed_call(node) else op_name(node)
         for graph in nested_graphs(node).values():
             self.calls += [(quantizer, lost) for quantizer in quantizer_nodes(graph).values()]
+            self._lost |= {} if lost is None else dict.fromkeys(graph.graph.nodes, lost)
 
     def _result(self, node: fx.Node) -> TokenLayout | None:
         if not _has_values(node) or node.target is pack_padded:  # all elements of a packed value count

@@ -139,6 +139,27 @@ class Draft:
         names = dict.fromkeys(path.rpartition(".")[0] for path in nested_graphs(composite))
         return [replace(self.matchable(composite), part=name) for name in names]
 
+    def parameter(self, port: Port) -> Matchable:
+        """The op that reads a weight or bias at ``port``, as rules that set this see it.
+
+        That of a recurrent net has the paths of one layer and direction, ``lstm.l1``, and of the parameter,
+        ``lstm.weight_ih_l1``.
+        """
+        read, parts = port.user.args[port.arg], self.parts(port.user) if nested_graphs(port.user) else []
+        if port.item is None or not parts or not isinstance(read, (list, tuple)):
+            return self.matchable(port.user)
+        name = value_site(self.flow.root(port.value)).name
+        return replace(parts[port.item * len(parts) // len(read)], parameter=name)
+
+    def parameters(self, op: fx.Node) -> list[Matchable]:
+        """As ``parameter``, of all weights and biases of an op."""
+        return [self.parameter(port) for port in (*self.flow.weight_ports(op), *self.flow.bias_ports(op))]
+
+    def of_parameter(self, port: Port) -> OpDecisions:
+        """The settings for the op that reads a weight or bias at ``port``, as far as they are of this parameter."""
+        matchable = self.parameter(port)
+        return self.rules.decisions(matchable) if matchable.part else self.decisions(port.user)
+
     def last_of(self, node: fx.Node) -> fx.Node:
         """The op whose output is that of the formula and the supergroup that ``node`` is in."""
         formula = self.formulas.get(node)

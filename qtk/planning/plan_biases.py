@@ -103,9 +103,10 @@ def _factor(draft: Draft, port: Port) -> _Factor | None:
 
 def _producer(draft: Draft, value: fx.Node) -> tuple[Draft, fx.Node]:
     """The node that quantizes a value, and its draft: of the last graph in a composite, if this makes the value."""
-    if value in draft.values:
-        return draft, value
-    node = draft.flow.root(value)
+    root = draft.flow.root(value)
+    node = value if value in draft.values else root
+    if node in draft.values:
+        return draft, node
     if maker(node) in draft.nested and (maker(node) is node or node.args[1] == 0):
         last = draft.nested[maker(node)][-1]
         return last, last.flow.root(last.graph.output_node().all_input_nodes[0])

@@ -64,15 +64,16 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
 def _profile(draft: Draft, part: Matchable) -> tuple[Profile, str]:
     """How the values in a part of a composite are quantized, and why."""
     profile, said_by = draft.rules.inside(part)
-    missing = _without_kernel(draft, part.node) if profile == "dynamic" else None
+    missing = _without_kernel(draft, part) if profile == "dynamic" else None
     if missing is not None:
         return "float", f"float, for no dynamic kernel computes {missing}"
     return profile, f"{profile} by {said_by}"
 
 
-def _without_kernel(draft: Draft, node: fx.Node) -> str | None:
-    """What ONNX Runtime has no kernel with dynamic quantization for; ``None`` if it has one for this net."""
-    composite, decisions = composite_called(node), draft.decisions(node)
+def _without_kernel(draft: Draft, part: Matchable) -> str | None:
+    """What ONNX Runtime has no kernel with dynamic quantization for; ``None`` if it has one for this part of a net."""
+    node = part.node
+    composite = composite_called(node)
     if not isinstance(composite, Recurrent | RecurrentCell) or composite.kind != "lstm":
         return composite.kind if isinstance(composite, Recurrent | RecurrentCell) else "attention"
     if isinstance(composite, Recurrent) and composite.projected:
@@ -82,14 +83,17 @@ def _without_kernel(draft: Draft, node: fx.Node) -> str | None:
     (data, *_) = ports(node)
     if data.value.meta["val"].dtype != torch.float32:
         return str(data.value.meta["val"].dtype).removeprefix("torch.")
-    activation, weight = (
+    weights = [draft.of_parameter(port).weight for port in draft.flow.weight_ports(node)
+               if draft.parameter(port).part == part.part]
+    activation, *specs = (
         to_spec(decision.setting, axes, 2) if decision.enabled else None
-        for decision, axes in ((draft.rules.activation, None), (decisions.weight, (0, 1)))
+        for decision, axes in ((draft.rules.activation, None), *((weight, (0, 1)) for weight in weights))
     )
     if activation is None or activation.dtype.name not in ("uint8", "int8"):
         return f"activations of {'float' if activation is None else activation.dtype}"
-    if weight is None or weight.dtype.name != "int8" or isinstance(weight.granularity, PerBlock):
-        return f"weights of {'float' if weight is None else weight}"
+    for weight in specs:
+        if weight is None or weight.dtype.name != "int8" or isinstance(weight.granularity, PerBlock):
+            return f"weights of {'float' if weight is None else weight}"
     return None
 
 

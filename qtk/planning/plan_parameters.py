@@ -66,11 +66,12 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
     decisions = draft.decisions(node)
     for port in flow.weight_ports(node):
         axes = row.weight_axes(node, port.value) if row.weight_axes else None
-        decision = decisions.weight if not _multiplies_floats(draft, port) else _with_all_codes(decisions.weight)
+        decision = draft.of_parameter(port).weight
+        decision = decision if not _multiplies_floats(draft, port) else _with_all_codes(decision)
         _plan_parameter(draft, port, decision, axes, "weight", row.kind)
     for port in flow.bias_ports(node):
         if flow.is_static(port.value):
-            _plan_parameter(draft, port, decisions.bias, None, "bias", row.kind)
+            _plan_parameter(draft, port, draft.of_parameter(port).bias, None, "bias", row.kind)
     for port in flow.data_ports(node):
         if flow.is_parameter(port.value) and not draft.divides(port) and not draft.counts(node):
             decision = draft.rules.activation if decisions.stream is None else decisions.output

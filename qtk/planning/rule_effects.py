@@ -77,6 +77,9 @@ def _problems(
     """What is wrong with one rule: its conditions, or each of its settings that decides nothing."""
     if rule.inside is not None:
         ops = [*ops, *((draft, part) for draft, op in ops if op.node in draft.nested for part in draft.parts(op.node))]
+    if rule.weight is not None or rule.bias is not None:
+        ops = [*ops, *((draft, each) for draft, op in ops if op.node in draft.nested and not op.part
+                       for each in draft.parameters(op.node))]
     matched = [(draft, op) for draft, op in ops if matches(rule, op)]
     conditions = f"rules[{index}] ({wanted(rule)})"
     paths = {path for _, op in ops for path in op.paths}
@@ -89,7 +92,7 @@ def _problems(
     for role in ROLES:
         if getattr(rule, role) is None or (index, role) in effects or _is_final(rules, role, index, matched):
             continue
-        reasons = dict.fromkeys(reason for draft, op in matched for reason in _overruled(draft, op.node, role, index))
+        reasons = dict.fromkeys(reason for draft, op in matched for reason in _overruled(draft, op, role, index))
         more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
         yield f"rules[{index}].{role} ({wanted(rule)}): " + "; ".join(list(reasons)[:SHOWN]) + more
     if rule.inside is not None and not any(op.node in draft.nested for draft, op in matched):
@@ -106,7 +109,7 @@ def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tupl
     An int32 bias has the scale of weight times input, so that it needs both.
     """
     if role == "bias":
-        biases = (draft.decisions(op.node).bias for draft, op in matched)
+        biases = (draft.rules.decisions(op).bias if op.part else draft.decisions(op.node).bias for draft, op in matched)
         return (rules.weight.is_final or rules.activation.is_final) and any(
             index in bias.rules and bias.setting.dtype == INT32.name for bias in biases
         )
@@ -136,10 +139,15 @@ def _no_op(rule: Rule, ops: Sequence[Matchable]) -> str:
     return "the model has no such op"
 
 
-def _overruled(draft: Draft, node: fx.Node, role: TensorRole, index: int) -> Iterator[str]:
+def _overruled(draft: Draft, op: Matchable, role: TensorRole, index: int) -> Iterator[str]:
     """Why the ``role`` setting of a rule decides nothing at an op that it matches."""
+    node = op.node
     if reason := exclusion(node):
         yield f"{_name(node)} is {reason}"
+        return
+    if op.part and role in ("input", "output"):
+        yield (f"{op.parameter or op.paths[-1]} is a part of {_name(node)}, of which rules set weight, bias and inside; "
+               f"match {_name(node)}, or an op inside it")
         return
     if role == "output":
         values = [user for user in node.users if maker(user) is node and user is not node] or [node]
@@ -148,8 +156,8 @@ def _overruled(draft: Draft, node: fx.Node, role: TensorRole, index: int) -> Ite
     found = list(_ports(draft, node, role))
     if not found:
         yield f"{_name(node)} has no {role}" + (" that can be quantized" if role == "input" else "")
-    decision: Decision = getattr(draft.decisions(node), role)
     for port in found:
+        decision: Decision = getattr(draft.decisions(node) if role == "input" else draft.of_parameter(port), role)
         source = draft.flow.root(port.value)
         if index not in decision.rules:
             yield _later(value_site(source), decision, index)

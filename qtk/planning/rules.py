@@ -40,6 +40,7 @@ class Matchable:
         kind: the op kind to match it as; ``None``: its own.
         in_adapter: whether it belongs to an adapter.
         part: name of one of its parts, which rules may match by a path of its own; ``""``: all of it.
+        parameter: name of one of the parameters of this part, which rules may match as a path too.
         in_island: whether the model's own Python calls the graph, and makes its inputs.
     """
 
@@ -49,6 +50,7 @@ class Matchable:
     kind: str | None = None
     in_adapter: bool = False
     part: str = ""
+    parameter: str = ""
     in_island: bool = False
 
     @cached_property
@@ -61,10 +63,11 @@ class Matchable:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """The paths by which rules match the op: of its module, its own, and that of its part."""
+        """The paths by which rules match the op: of its module, its own, that of its part, and its parameter's name."""
         place = value_site(self.node).name.partition(":")[0]
         own = re.sub(r"@\d+", "", label(self.node, OWNER) or ""), place
-        return (*own, join(re.sub(r"@\d+", "", place), self.part)) if self.part else own
+        named = (self.parameter,) if self.parameter else ()
+        return (*own, join(re.sub(r"@\d+", "", place), self.part), *named) if self.part else own
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.sites import value_site
-from qtk.graph.written_buffers import is_written, written_buffers
+from qtk.graph.written_buffers import written_buffers
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.operators.targets import attribute, called_module
 
@@ -30,7 +29,6 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
     several layers shares one encoding with the states of all of them; one that several graphs write, with the values
     of all.
     """
-    _warn_of_reads_elsewhere(model)
     sites, makers, reasons = dict(plan.sites), dict[Site, list[Site]](), dict[Site, str]()
     for given, graph, returned, reason in _states(model):
         of_state = [site for site in _makers(graph, returned) if site in sites]
@@ -53,11 +51,18 @@ def _states(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, st
             for name, index in returned_states(graph).items():
                 output, returned = outputs[index]
                 yield inputs[name], graph, returned, f"the state that {output} is the next value of"
-    for graph in roots(model).values():
-        for name, buffer in written_buffers(graph.graph).items():
-            if buffer.read is not None:
-                reason = f"the state that forward writes into the buffer {name}"
-                yield value_site(buffer.read), graph, buffer.value, reason
+    yield from dict.fromkeys(_buffers(model))
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, str]]:
+    """As ``_states``, of the buffers that a graph reads and one writes; those that only read one write it back."""
+    buffers = [(id(attribute(graph, str(buffer.held.target))), graph, name, buffer)
+               for graph in roots(model).values() for name, buffer in written_buffers(graph.graph).items()]
+    for key, _, name, taken in buffers:
+        for other, graph, _, given in buffers:
+            if key == other and taken.read is not None and given.value is not given.read:
+                yield (value_site(taken.read), graph, given.value,
+                       f"the state that forward writes into the buffer {name}")
 
 
 def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> bool:
@@ -65,23 +70,6 @@ def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> boo
     granularity = decided.spec.granularity
     return isinstance(granularity, PerChannel) and (
         Flow(graph.graph).axis_at_root(returned, granularity.axis) != granularity.axis)
-
-
-def _warn_of_reads_elsewhere(model: nn.Module) -> None:
-    """Names the buffers that one graph writes and another only reads, as a parameter."""
-    captured = roots(model).values()
-    written = {
-        id(attribute(graph, str(buffer.held.target))): name for graph in captured
-        for name, buffer in written_buffers(graph.graph).items()
-    }
-    names = dict.fromkeys(
-        name for graph in captured for node in graph.graph.find_nodes(op="get_attr")
-        if not is_written(node) and (name := written.get(id(attribute(graph, str(node.target))))) is not None
-    )
-    if names:
-        warnings.warn(f"forward writes {', '.join(names)} in calls of one kind and only reads it in those of another, "
-                      "which quantize it like a parameter, by its value at calibration; write it in calls of every "
-                      "kind, or give it as an input", stacklevel=2)
 
 
 def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:

@@ -22,8 +22,9 @@ def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
     left: dict[fx.Node, str] = {}
     for draft in drafts:
         for node in draft.graph.nodes:
-            weights = draft.flow.weight_ports(node)
-            for port in weights if weights and draft.decisions(node).weight.enabled else ():
+            for port in draft.flow.weight_ports(node):
+                if not draft.of_parameter(port).weight.enabled:
+                    continue
                 root = draft.flow.root(port.value)
                 asked[root] = root.meta["val"].numel()
                 if draft.planned((root, port.value, edge_site(port))) is None:

@@ -37,7 +37,7 @@ def histogram_svg(histogram: Histogram) -> str:
     if histogram.range is not None:
         low, high = min(low, histogram.range[0]), max(high, histogram.range[1])
     span = (high - low) or 1.0
-    width = (histogram.highest - histogram.lowest) / len(histogram.counts)
+    width = (histogram.highest - histogram.lowest) / max(len(histogram.counts), 1)
     most = math.log1p(max(histogram.counts, default=0)) or 1.0
     parts = []
     for index, count in enumerate(histogram.counts):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
+from qtk.data.valid_tokens import ValidTokens
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import entered
@@ -31,6 +34,9 @@ HELD_OUT_EVERY = 4
 """Every so-many-th batch is held out, the second first; of a single batch, the last so-many-th part."""
 
 TAP = "qtk_statistics_tap"
+
+Counted: TypeAlias = Callable[[Tensor], Tensor | None]
+"""From a value to which of its elements count; ``None``: all."""
 
 
 class Sampling(enum.Enum):
@@ -88,22 +94,28 @@ class InputStatistics:
         self._first_held_out = _Samples(value.sampling, elements)
         self.elements = 0
 
-    def observe(self, x: Tensor, batch: int) -> None:
-        """Adds a value of batch number ``batch``. Raises: CalibrationError if it holds NaN or infinity."""
+    def observe(self, x: Tensor, batch: int, counted: Tensor | None = None) -> None:
+        """Adds a value of batch number ``batch``.
+
+        Shape: ``counted``, bool, as ``x``: the elements that count; ``None``: all. Maps have 0 in place of the others.
+
+        Raises: CalibrationError if an element that counts is NaN or infinite.
+        """
         self.elements = max(self.elements, x.numel())
-        if x.numel() == 0:
+        if x.numel() == 0 or (counted is not None and not bool(counted.any())):
             return
         if batch == 0:
             splits = self._value.sampling is not Sampling.WHOLE and self._value.axis % x.ndim != 0 and len(x) > 1
             used = len(x) - max(1, len(x) // HELD_OUT_EVERY) if splits else len(x)
-            self._ranges.add(x[:used])
-            self._first_rest.add(x[used:])
-            self._first_held_out.add(x[used:] if splits else x)
+            first, rest = (None, None) if counted is None else (counted[:used], counted[used:])
+            self._ranges.add(x[:used], first)
+            self._first_rest.add(x[used:], rest)
+            self._first_held_out.add(x[used:] if splits else x, rest if splits else counted)
         elif batch % HELD_OUT_EVERY == 1:
-            _Ranges(self._value).add(x)  # checks
-            self._held_out.add(x)
+            _Ranges(self._value).add(x, counted)  # checks
+            self._held_out.add(x, counted)
         else:
-            self._ranges.add(x)
+            self._ranges.add(x, counted)
 
     @property
     def is_complete(self) -> bool:
@@ -144,18 +156,20 @@ class _Ranges:
         self.high: Tensor | None = None
         self.rows = _Samples(Sampling.ROWS)
 
-    def add(self, x: Tensor) -> None:
-        if x.numel() == 0 or not self._value.is_input:
+    def add(self, x: Tensor, counted: Tensor | None = None) -> None:
+        if x.numel() == 0 or not self._value.is_input or (counted is not None and not bool(counted.any())):
             return
         others = [axis for axis in range(x.ndim) if axis != self._value.axis % x.ndim]
-        low, high = (x.amin(others), x.amax(others)) if others else (x, x)
+        least, most = (x, x) if counted is None else (x.where(counted, torch.inf), x.where(counted, -torch.inf))
+        low, high = (least.amin(others), most.amax(others)) if others else (least, most)
         low, high = low.to(torch.float32), high.to(torch.float32)
         if not bool((low.isfinite() & high.isfinite()).all()):
             raise CalibrationError(f"{value_site(self._value.node)}: NaN or infinity in the data; {ADVICE}")
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
         if self._value.keeps_rows:
-            self.rows.add(x.movedim(self._value.axis, -1))
+            self.rows.add(x.movedim(self._value.axis, -1),
+                          None if counted is None else counted.movedim(self._value.axis, -1))
 
 
 class _Samples:
@@ -174,11 +188,16 @@ class _Samples:
         samples = self._rows.rows[0].reshape(-1, *self._shape)
         return list(samples) if self._sampling is Sampling.WHOLE else [samples]
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, counted: Tensor | None = None) -> None:
+        if counted is not None:
+            x = x.where(counted, 0)
         if x.numel() == 0:
             return
         if self._sampling is Sampling.ROWS:
             x = x.reshape(-1, x.shape[-1])
+            x = x if counted is None else x[counted.reshape(x.shape).any(1)]
+            if not len(x):
+                return
         elif self._sampling is Sampling.WHOLE:
             x = x[None]
         if self._rows is None:
@@ -190,10 +209,11 @@ class _Samples:
 
 
 class _StatisticsTap(Tap):
-    def __init__(self, statistics: InputStatistics, batches: _BatchCounter) -> None:
+    def __init__(self, statistics: InputStatistics, batches: _BatchCounter, counted: Counted) -> None:
         super().__init__()
         self._statistics = statistics
         self._batches = batches
+        self._counted = counted
 
     @property
     def idle(self) -> bool:
@@ -201,7 +221,7 @@ class _StatisticsTap(Tap):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: any; result ``x``."""
-        self._statistics.observe(x.detach(), max(self._batches.number, 0))
+        self._statistics.observe(x.detach(), max(self._batches.number, 0), self._counted(x.detach()))
         return x
 
 
@@ -216,18 +236,23 @@ class _BatchCounter:
 
 
 @contextmanager
-def gathering(model: nn.Module, values: Sequence[TappedValue]) -> Iterator[list[InputStatistics]]:
+def gathering(
+    model: nn.Module, values: Sequence[TappedValue], tokens: ValidTokens | None = None
+) -> Iterator[list[InputStatistics]]:
     """Gathers statistics of ``values`` while the body runs the model; each call of the model is a batch.
+
+    ``tokens``: which tokens count, where they can be followed; ``None``: all.
 
     Yields: the statistics, in the order of ``values``.
     """
-    batches = _BatchCounter()
+    batches, tokens = _BatchCounter(), tokens or ValidTokens(model, None)
     statistics = [InputStatistics(value) for value in values]
     calls: list[fx.Node] = []
     handles = [module.register_forward_pre_hook(batches) for module in entered(model)]
     try:
         for index, (value, each) in enumerate(zip(values, statistics, strict=True)):
-            value.graph.add_module(f"{TAP}_{index}", _StatisticsTap(each, batches))
+            value.graph.add_module(f"{TAP}_{index}", _StatisticsTap(
+                each, batches, partial(tokens.counted_at, value.node)))
             after = value.node
             while after.next.op == "placeholder":
                 after = after.next

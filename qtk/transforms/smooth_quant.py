@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, SmoothedSite, output_error, search, smoothing_scale
@@ -25,6 +25,7 @@ from qtk.channels.channel_scales import ChannelScales, WeightedInput
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
+from qtk.data.valid_tokens import ValidTokens
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import edge_site, ports, value_site
@@ -117,11 +118,16 @@ class SmoothQuant:
         weights = [item.weight for value in free for item in value.readings if item.weight is not None]
         return [*sites, *map(Site.parameter, dict.fromkeys(weights))]
 
+    @property
+    def places(self) -> dict[fx.Node, str]:
+        """The nodes whose values are gathered → the names of their sites."""
+        return {each.tapped.node: value_site(each.tapped.node).name for each in (*self.values, *self.scaled_sites)}
+
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Gathers statistics of all values while the body runs the model over data."""
+    def gathering(self, tokens: ValidTokens | None = None) -> Iterator[None]:
+        """Gathers statistics of all values, of the valid ``tokens``, while the body runs the model over data."""
         gathered: list[ReadValue | ScaledSite] = [*self.values, *self.scaled_sites]
-        with gathering(self._model, [each.tapped for each in gathered]) as statistics:
+        with gathering(self._model, [each.tapped for each in gathered], tokens) as statistics:
             yield
         self._statistics = dict(zip(gathered, statistics, strict=True))
 

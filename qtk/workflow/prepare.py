@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, detached, leaves_text, raised_in
 from qtk.calls.inputs import ExampleInputs, split_inputs
+from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.ladder import capture_graph, capture_tree
@@ -28,13 +29,13 @@ from qtk.capture.untouched import untouched
 from qtk.capture.variants import join_variants, refuse_equal_kinds
 from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
-from qtk.graph.graphs import graphs
+from qtk.graph.graphs import graphs, roots
 from qtk.graph.sites import join
 from qtk.nn.device import LOAD, empty_tensors, is_dry_run
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import HigherOrderOperator, pytree
+from qtk.torch_private import HigherOrderOperator, pytree, register_dataclass
 
 __all__ = ["ExampleInputs", "prepare_model", "prepare_own"]
 
@@ -202,6 +203,7 @@ def _prepared(
                for graph, call, outcome in zip(graphs_of_calls, calls, expected, strict=True)] if verify else []
     if isinstance(prepared, PreparedGraph) and len(calls) > 1:
         join_variants(model, graphs_of_calls, calls, expected if verify else ())
+    pass_on_buffers(roots(prepared).values())
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
     _restore_training_flags(prepared, model)
     warn_of_hooks(model, prepared)
@@ -344,8 +346,8 @@ def _register_dataclasses(tree: object) -> Iterator[str]:
     """Lets ``torch.export`` look into the dataclasses of ``tree``. Yields: a note for each type."""
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            torch.export.register_dataclass(type(leaf))
-            yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
+            if register_dataclass(type(leaf)):  # once for all its instances
+                yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
             yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from qtk.core.granularity import PerChannel
 from qtk.core.site import Site
 from qtk.data.forward_pass import Data, Forward, run_all
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, NotCalibratedError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
@@ -40,6 +41,11 @@ class _Norm:
     mean: Tensor
     var: Tensor
 
+    @property
+    def read(self) -> fx.Node:
+        """The node whose value it normalises."""
+        return self.node.all_input_nodes[0]
+
 
 @public
 def reestimate_batch_norms(
@@ -49,6 +55,7 @@ def reestimate_batch_norms(
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
+    valid: Valid | None = None,
 ) -> TransformResult:
     """Replaces the running statistics of batch norms by those of the quantized forward pass.
 
@@ -78,8 +85,10 @@ def reestimate_batch_norms(
         forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
         num_batches: stop after so many.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``: the statistics leave the others out; ``None``: all.
 
-    Raises: CalibrationError for data that the model does not run on, or that make a statistic NaN or infinite;
+    Raises: CalibrationError for data that the model does not run on, or that make a statistic NaN or infinite, or if
+        ``valid`` gives no mask;
         NotCalibratedError if an encoding is missing. Nothing has changed then.
     """
     simulation = sim.simulation
@@ -90,9 +99,11 @@ def reestimate_batch_norms(
     missing = [site.name for site, quantizer in simulation.quantizers.items() if not quantizer.ready]
     if missing:
         raise NotCalibratedError(f"{missing[0]} has no encoding; run sim.compute_encodings(data) first")
-    with _averaging(norms) as averages:
-        run_all(simulation.model, data, forward=forward, num_batches=num_batches, label="batch norms",
+    tokens = ValidTokens(simulation.model, valid)
+    with tokens.listening(), _averaging(norms, tokens) as averages:
+        run_all(simulation.model, data, forward=tokens.forward(forward), num_batches=num_batches, label="batch norms",
                 progress=progress)
+    tokens.warn_of_unfollowed({norm.read: norm.name for norm in norms})
     for norm in norms:
         if not all(bool(average.isfinite().all()) for average in averages[id(norm.mean)]):
             raise CalibrationError(f"{norm.name}: the statistics of its input became NaN or infinite; check the "
@@ -125,27 +136,38 @@ def _norms(model: nn.Module) -> Iterator[_Norm]:
 
 
 @contextmanager
-def _averaging(norms: list[_Norm]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
     """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too.
+
+    The statistics are those of the valid tokens.
 
     Yields: id of a running mean → the averages of the means and of the variances; the running ones stay.
     """
     calls = Counter[int]()
     averages = {id(norm.mean): (norm.mean.clone(), norm.var.clone()) for norm in norms}
 
-    def averaged(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module,
-        axis: int = 1, rank: int | None = None,
-    ) -> Tensor:
-        calls[id(mean)] += 1
-        momentum, eps = 1 / calls[id(mean)], float(module.eps)  # type: ignore[arg-type]
+    def averaging(read: fx.Node) -> Callable[..., Tensor]:
+        def averaged(
+            x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object,
+            module: nn.Module, axis: int = 1, rank: int | None = None,
+        ) -> Tensor:
+            calls[id(mean)] += 1
+            momentum, eps = 1 / calls[id(mean)], float(module.eps)  # type: ignore[arg-type]
 
-        def normalized(rows: Tensor) -> Tensor:
-            return F.batch_norm(rows, *averages[id(mean)], weight, bias, True, momentum, eps)
+            def normalized(rows: Tensor) -> Tensor:
+                return F.batch_norm(rows, *averages[id(mean)], weight, bias, True, momentum, eps)
 
-        return by_channels(normalized, x, axis, rank)
+            counted = tokens.counted_at(read, x)
+            if counted is None or bool(counted.all()):
+                return by_channels(normalized, x, axis, rank)
+            rows = x.movedim(axis, -1)[counted.movedim(axis, -1).all(-1)]  # [rows, C]
+            normalized(rows)
+            batch = rows.mean(0), rows.var(0, correction=0)
+            return by_channels(lambda each: F.batch_norm(each, *batch, weight, bias, False, 0.0, eps), x, axis, rank)
 
-    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaged for norm in norms}
+        return averaged
+
+    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaging(norm.read) for norm in norms}
     for norm in norms:  # a layer in front of one is not to compute what it will when folded
         nodes |= unfolded_targets(norm.node)
     before = {node: node.target for node in nodes}

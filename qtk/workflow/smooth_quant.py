@@ -10,6 +10,7 @@ from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.channels.channel_scales import ChannelScales
 from qtk.data.forward_pass import Data, Forward, run_all
+from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ConfigError
 from qtk.observers.ranks import several_ranks
 from qtk.public import public
@@ -26,6 +27,7 @@ Alpha: TypeAlias = float | Literal["auto"]
 def apply_smooth_quant(
     sim: Rewritable, data: Data, *,
     alpha: Alpha = "auto", forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
+    valid: Valid | None = None,
 ) -> TransformResult:
     """SmoothQuant: divides outlier channels of activations, and multiplies the weights that read them instead.
 
@@ -84,13 +86,14 @@ def apply_smooth_quant(
         forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
         num_batches: batches to take of the data; ``None``: all.
         progress: show bars.
+        valid: which tokens count, as for ``compute_encodings``: ranges and errors leave the others out; ``None``: all.
 
     Returns: for each group of layers where its scales went, with the error of its outputs (noise to signal) before and
         after, or why it was left; printable.
 
     Raises: ConfigError if ``alpha`` is neither a number from 0 to 1 nor ``auto``; CalibrationError if ``sim`` is no
-        ``QuantSim``, for data that do not run or hold NaN or infinity, naming the batch, if an encoding or a rounded
-        weight is in the way, or in several processes. Nothing has changed then.
+        ``QuantSim``, for data that do not run or hold NaN or infinity, naming the batch, if ``valid`` gives no mask, if
+        an encoding or a rounded weight is in the way, or in several processes. Nothing has changed then.
     """
     strength = migration_strength(alpha)
     if not hasattr(sim, "simulation"):
@@ -104,8 +107,11 @@ def apply_smooth_quant(
         layers = SmoothQuant(model, ChannelScales(model, call.args, call.kwargs), before.plan)
         refuse_fixed(before, layers.sites)
         if layers.values:
-            with layers.gathering():
-                run_all(model, data, forward=forward, num_batches=num_batches, label="statistics", progress=progress)
+            tokens = ValidTokens(model, valid)
+            with tokens.listening(), layers.gathering(tokens):
+                run_all(model, data, forward=tokens.forward(forward), num_batches=num_batches, label="statistics",
+                        progress=progress)
+            tokens.warn_of_unfollowed(layers.places)
         groups = layers.groups(strength, progress=progress)
         return rewrite(model, call, groups, transform="smooth_quant", nothing="the model has no layer with a weight")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qtk.data.forward_pass import Data, Forward
+from qtk.data.valid_tokens import Valid
 from qtk.public import public
 from qtk.registry import Registry, configured
 from qtk.transforms.result import TransformResult
@@ -20,7 +21,7 @@ class Transform(Protocol):
 
     def apply(
         self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> TransformResult:
         """Applies it to a simulation; ``data``, ``forward`` and the rest are for those that need data."""
         ...
@@ -33,7 +34,7 @@ class FoldBatchNorms:
 
     def apply(
         self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> TransformResult:
         return fold_batch_norms(sim)
 
@@ -45,7 +46,7 @@ class Equalize:
 
     def apply(
         self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> TransformResult:
         return equalize_model(sim)
 
@@ -62,11 +63,11 @@ class SmoothQuant:
 
     def apply(
         self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> TransformResult:
         alpha = "auto" if self.alpha is None else self.alpha
         return apply_smooth_quant(sim, data, alpha=alpha, forward=forward,  # type: ignore[arg-type]
-                                  num_batches=num_batches, progress=progress)
+                                  num_batches=num_batches, progress=progress, valid=valid)
 
 
 TRANSFORMS = Registry[Transform]("transform")

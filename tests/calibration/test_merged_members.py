@@ -8,6 +8,7 @@ from torch import nn
 
 import qtk
 from qtk.calibration.merged_members import MemberSamples
+from qtk.data.valid_tokens import ValidTokens
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 
@@ -125,6 +126,52 @@ def test_of_members_of_like_ranges_nothing_is_said_and_nothing_is_changed():
     sites = list(sim.quantizers)
     assert said(sim, [x]) == []
     assert list(sim.quantizers) == sites
+
+
+class Padded(nn.Module):
+    """Tokens of two features each of their own, merged; the masked ones are far larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        return torch.cat([self.first(x), self.second(x).sigmoid()], -1) * 1.5 + 0 * mask[..., None]
+
+
+def padded(config):
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    x = torch.where(mask[..., None] == 1, torch.randn(2, 4, 8), 1e5)
+    return qtk.QuantSim(Padded().eval(), (x, mask), config=config), x, mask
+
+
+def test_members_are_sampled_from_valid_tokens_alone():
+    sim, x, mask = padded("openvino")
+    tokens = ValidTokens(sim.model, "mask")
+    samples = MemberSamples(sim.simulation, sim.simulation.quantizers, tokens)
+    net, counted = sim.model, x[mask == 1]
+    with torch.no_grad(), in_mode(sim.simulation.quantizers.values(), Mode.BYPASS):
+        with tokens.listening(), samples.followed():
+            sim.model(x, mask)
+        first, second = (torch.nn.functional.linear(counted, each.weight, each.bias) for each in (net.first, net.second))
+    members = dict(samples.values)[next(site for site in samples.values if site.name == "mul:out")]
+    for values, expected in zip(members.values(), (first, second.sigmoid()), strict=True):
+        torch.testing.assert_close(values.sort().values, (expected * 1.5).flatten().sort().values)
+
+
+@pytest.mark.medium
+def test_a_calibration_judges_members_by_valid_tokens():
+    sim, x, mask = padded("openvino")
+    sites = list(sim.quantizers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim.compute_encodings([(x, mask)], valid="mask", progress=False)
+    assert not [each for each in caught if "not held" in str(each.message)]
+    assert list(sim.quantizers) == sites
+    unmasked, _, _ = padded("openvino")
+    unmasked.compute_encodings([(x, mask)], progress=False)
+    assert list(unmasked.quantizers) != sites  # padding makes the members uneven
 
 
 @pytest.mark.medium

@@ -70,6 +70,27 @@ def test_an_output_with_the_name_of_the_input_is_proposed_first():
         "a:input": {"a": 1}, "b:input": {"b": 0}}
 
 
+class Other(nn.Module):
+    """Inputs as long as an output that are no states."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.compute = forward
+
+    def forward(self, x, h):
+        return self.compute(x[..., 0], h)
+
+
+@pytest.mark.parametrize("forward", [
+    lambda x, h: x + h,  # the only result: a sum of two inputs, a residual
+    lambda x, h: (x * 2, h * 1.5),  # the second follows from h alone
+    lambda x, h: ((h + x).sum(), x * 3),  # nor is it computed from h
+], ids=["one result", "by itself", "independent"])
+def test_an_ordinary_input_is_not_proposed(forward):
+    model = qtk.prepare_model(Other(forward), (torch.randn(2, 3, 1), torch.zeros(2, 3)))
+    assert proposed_states(model) == {}
+
+
 class Cache(nn.Module):
     """Keys and values of two layers, to which each call adds some."""
 

@@ -115,6 +115,27 @@ def test_a_bias_whose_input_carries_a_mask_leaves_with_it():
     assert sim.model(torch.randn(2, 8)).isfinite().all()
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("move", [lambda y: y, lambda y: y.transpose(0, 1), lambda y: y[:, -1].reshape(2, 2, 4)])
+@pytest.mark.parametrize("inside", ["float", "quantized"])
+def test_the_output_of_a_recurrent_net_is_found_behind_movement(inside, move):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.fc = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = move(self.rnn(x)[0])
+            return self.fc(y) if y.shape[-1] == 8 else self.last(y)
+
+    found, floats = biases(Tagger(), torch.randn(2, 3, 8), {
+        **INT32, "rules": [{"match": {"op": "gru"}, "inside": inside}]})
+    (name, factors), = ((name, each) for name, each in found.items() if name in ("fc.bias", "last.bias"))
+    assert factors == ("rnn:out[0]" if inside == "float" else "rnn.l0.cell.hidden:out", name.replace("bias", "weight"))
+    assert name not in floats
+
+
 @pytest.mark.parametrize("where", ["weight", "activation"])
 def test_int32_is_for_biases(where):
     with pytest.raises(ConfigError, match="int32 is for biases"):

@@ -136,3 +136,62 @@ def test_rules_set_layers_by_their_paths():
     assert counts[2] > 5
     with pytest.raises(ConfigError, match=r"no op has the path net\.l3"):
         plan_of(Net(nn.LSTM(4, 3)), X, {**BARE, "rules": [{"match": {"path": "net.l3"}, "inside": "float"}]})
+
+
+class Deep(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, 2, batch_first=True, **settings)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def test_rules_set_the_weights_of_one_layer_and_direction_apart():
+    rules = [
+        {"match": {"path": "lstm"}, "weight": {"bits": 6}}, {"match": {"path": "lstm.l1"}, "weight": {"bits": 4}},
+        {"match": {"path": "lstm.l0_reverse"}, "weight": "float"},
+        {"match": {"path": "lstm.weight_hh_l1_reverse"}, "weight": {"bits": 3}},
+        {"match": {"path": "*.bias_ih_l0"}, "bias": {"bits": 16, "symmetric": True}},
+    ]
+    found = by_name(plan_of(Deep(bidirectional=True), X, {**BARE, "rules": rules}, weight_bits=8))
+    assert {name.removeprefix("lstm."): each.spec.dtype.bits for name, each in found.items() if each.static} == {
+        "weight_ih_l0": 6, "weight_hh_l0": 6, "bias_ih_l0": 16, "weight_ih_l1": 4, "weight_hh_l1": 4,
+        "weight_ih_l1_reverse": 6, "weight_hh_l1_reverse": 3,
+    }
+
+
+def test_a_layer_in_few_bits_computes_what_torch_does_with_rounded_weights():
+    torch.manual_seed(0)
+    net = Deep().eval()
+    rules = [{"match": {"path": "lstm.l1"}, "weight": {"bits": 3}}]
+    sim = qtk.QuantSim(net, X, weight_bits=8, activation_bits=None, config={"version": 1, "rules": rules})
+    sim.compute_encodings(None, progress=False)
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if "weight" in name:
+                most = 3 if "l1" in name else 127
+                scale = max(weight.max() / most, -weight.min() / (most + 1))
+                weight.copy_((weight / scale).round().clamp(-most - 1, most) * scale)
+        torch.testing.assert_close(sim.model(X), net(X), atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_whose_weights_have_no_dynamic_kernel_is_float_alone():
+    rules = [{"match": {"op": "lstm"}, "inside": "dynamic"}, {"match": {"path": "lstm.l1"}, "weight": {"bits": 4}}]
+    found = plan_of(Deep(), X, {**BARE, "defaults": INT8, "rules": rules}, **CONFIGURED)
+    assert {name for name in by_name(found) if ":in[0]" in name} >= {"lstm.l0.projection:in[0]"}
+    reasons = {site.name: why for site, why in found.unquantized.items()}
+    assert reasons["lstm.l1.cell.gates:out"].startswith("inside is float, for no dynamic kernel computes weights of int4")
+
+
+@pytest.mark.parametrize(("rule", "message"), [
+    ({"match": {"path": "lstm.l2"}, "weight": {"bits": 4}}, r"no op has the path lstm.l2; did you mean .*lstm.l"),
+    ({"match": {"path": "lstm.weight_ih_l2"}, "weight": {"bits": 4}}, r"did you mean .*lstm.weight_ih_l"),
+    ({"match": {"path": "lstm.l1"}, "output": {"bits": 4}}, r"no op has the path lstm.l1"),
+    ({"match": {"path": "lstm.l1"}, "weight": {"bits": 4}, "output": {"bits": 4}},
+     r"output .*is a part of lstm, of which rules set weight, bias and inside"),
+    ({"match": {"path": "lstm.weight_ih_l1"}, "bias": {"bits": 16}}, r"bias .*"),
+])
+def test_what_a_part_does_not_have_is_an_error(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_of(Deep(), X, {**BARE, "rules": [rule]}, weight_bits=8)

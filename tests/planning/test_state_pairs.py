@@ -87,22 +87,79 @@ def test_a_buffer_that_forward_writes_has_the_encoding_of_the_value_that_it_take
     assert not decided.static
 
 
+class Memory(nn.Module):
+    """One kind of call writes what the other reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("held", torch.zeros(2, 4))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, given=None):
+        if given is None:
+            return self.fc(x) + self.held
+        self.held.copy_(given * 2)
+        return self.fc(x) * 1.5
+
+
+def calibrated_memory(example, variant):
+    torch.manual_seed(0)
+    model, x = Memory().eval(), torch.randn(8, 2, 4)
+    sim = qtk.QuantSim(model, example(x), variants=[variant(x)])
+    sim.compute_encodings([batch for each in x for batch in ((each, each * 3), (each,))], progress=False)
+    return model, sim, x
+
+
+READS, WRITES = (lambda x: (x[0],)), (lambda x: (x[0], x[0]))
+
+
 @pytest.mark.medium
-def test_a_buffer_that_another_kind_of_call_only_reads_is_named():
-    class Once(nn.Module):
+@pytest.mark.parametrize(("example", "variant"), [(READS, WRITES), (WRITES, READS)])
+def test_a_buffer_that_one_kind_of_call_writes_is_a_state_of_the_other(example, variant):
+    model, sim, x = calibrated_memory(example, variant)
+    noise = power = 0.0
+    for each in x:
+        with torch.no_grad():
+            for net in (model, sim.model):
+                net(each, each * 3)
+            expected, found = model(each), sim.model(each)
+        torch.testing.assert_close(sim.model.held, model.held, atol=0.1, rtol=0)
+        noise, power = noise + float((found - expected).square().sum()), power + float(expected.square().sum())
+    assert power > 10 ** 3.5 * noise  # 35 dB; 1 with the range of the first values
+    decided = {site.name: each for site, each in sim.plan.items()}
+    assert decided["held:input"].leader.name == "mul:out"
+    assert "held" not in decided
+
+
+def test_a_count_of_calls_that_another_kind_of_call_reads_stays_in_float():
+    class Counting(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("held", torch.zeros(2, 4))
+            self.register_buffer("calls", torch.zeros(1))
 
         def forward(self, x, given=None):
             if given is None:
-                return x + self.held
-            self.held.copy_(given)
-            return x * self.held
+                return x * 2 + self.calls
+            self.calls += 1
+            return x * given
 
     x = torch.randn(2, 4)
-    with pytest.warns(match="forward writes held in calls of one kind and only reads it .* or give it as an input"):
-        qtk.QuantSim(Once().eval(), (x, x), variants=[(x,)])
+    for example, variant in (((x,), (x, x)), ((x, x), (x,))):
+        plan = qtk.QuantSim(Counting().eval(), example, variants=[variant]).plan
+        assert not [site.name for site in plan if site.name.startswith("calls")]
+
+
+@pytest.mark.medium
+def test_the_file_of_the_call_that_reads_takes_the_buffer(tmp_path):
+    model, sim, x = calibrated_memory(READS, WRITES)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    session = qtk.runtimes.session.create_session(tmp_path / "out" / "model.onnx", optimized=False)[0]
+    with torch.no_grad():
+        sim.model(x[1], x[1] * 3)
+        held, expected = sim.model.held.clone(), sim.model(x[2])
+    found, after = session.run(None, {"x": x[2].numpy(), "held": held.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected)
+    torch.testing.assert_close(torch.from_numpy(after), held)
 
 
 @pytest.mark.medium

@@ -52,6 +52,7 @@ def test_a_range_that_is_wider_than_the_values_sets_the_edges():
 
 @pytest.mark.parametrize("histogram", [
     Histogram(0.0, 0.0, (5,), None), Histogram(2.0, 2.0, (1023,), (2.0, 2.0)), Histogram(0.0, 1.0, (0,) * 7, None),
+    Histogram(0.0, 1.0, (), (0.0, 0.5)),
     Histogram(-1e30, 1e30, (1, 10**12), (-1e-30, 1e-30)),
 ])
 def test_every_number_is_finite_for_values_that_are_equal_missing_or_huge(histogram):

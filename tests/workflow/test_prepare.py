@@ -2,7 +2,9 @@
 
 import collections
 import copy
+import dataclasses
 import threading
+import warnings
 
 import pytest
 import torch
@@ -426,3 +428,27 @@ def test_nested_tensors_are_refused():
     x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     with pytest.raises(CaptureError, match="Linear takes or returns nested tensors; pad them"):
         prepare_model(nn.Linear(4, 4), x)
+
+
+@dataclasses.dataclass
+class Hidden:
+    h: torch.Tensor
+    inner: object = None
+
+
+def test_two_instances_of_a_dataclass_that_torch_does_not_know():
+    class Both(nn.Module):
+        def forward(self, states):
+            first, second = states
+            return Hidden(first.h + second.h, Hidden(first.inner.h - second.h))
+
+    given = [Hidden(torch.ones(2, 3), Hidden(torch.ones(2, 3) * 2)), Hidden(torch.ones(2, 3) * 3)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = qtk.prepare_model(Both().eval(), (given,))
+    assert not [each for each in caught if "already registered" in str(each.message)]
+    assert [note for note in prepared.report.notes if "Hidden" in note] == [
+        "Hidden is now known to torch's pytree as a dataclass"]
+    found = prepared(given)
+    assert torch.equal(found.h, torch.full((2, 3), 4.0))
+    assert torch.equal(found.inner.h, torch.full((2, 3), -1.0))

@@ -104,3 +104,31 @@ def test_channels_at_another_axis_are_averaged_like_any():
     torch.testing.assert_close(sim.model.get_buffer("bn.running_mean"), mean, rtol=0.02, atol=0.02)
     var = torch.stack([row.var(0) for row in rows]).mean(0)
     torch.testing.assert_close(sim.model.get_buffer("bn.running_var"), var, rtol=0.05, atol=0)
+
+
+class OfTokens(nn.Module):
+    def __init__(self, channels_last):
+        super().__init__()
+        self.fc, self.norm, self.channels_last = nn.Linear(8, 4), nn.BatchNorm1d(4), channels_last
+
+    def forward(self, x, mask):
+        y = self.fc(x)
+        y = self.norm(y.flatten(0, 1)).view(y.shape) if self.channels_last else self.norm(y.transpose(1, 2))
+        return y.sum() + mask.sum()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_statistics_leave_out_tokens_that_do_not_count(channels_last):
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batches = [(torch.where(mask[..., None] == 1, torch.randn(2, 5, 8), 1e4), mask) for _ in range(2)]
+    sim = qtk.QuantSim(OfTokens(channels_last).eval(), batches[0], config=LIVE, weight_bits=2)
+    sim.compute_encodings(batches, valid="mask", progress=False)
+    q, net = sim.quantizers, sim.model
+    with torch.no_grad():
+        rows = [F.linear(q["x:input"](x)[mask == 1], q["fc.weight"](net.fc.weight), net.fc.bias) for x, _ in batches]
+        rows = [q["fc:out"](each) if "fc:out" in q else each for each in rows]
+    qtk.reestimate_batch_norms(sim, batches, valid="mask", progress=False)
+    torch.testing.assert_close(net.norm.running_mean, torch.stack([each.mean(0) for each in rows]).mean(0))
+    torch.testing.assert_close(net.norm.running_var, torch.stack([each.var(0) for each in rows]).mean(0))

@@ -331,3 +331,47 @@ def test_captured_for_one_shape():
     sim = qtk.QuantSim(qtk.prepare_model(model, batches[0], dynamic_shapes=None), batches[0])
     with pytest.raises(CaptureError, match=r"batch 0: .*has shape"):
         qtk.apply_smooth_quant(sim, [torch.randn(3, WIDTH)], progress=False)
+
+
+class OfTokens(nn.Module):
+    """Two layers on tokens, of which those that a mask leaves out may be anything."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+        self.first = nn.Conv1d(8, 8, 1) if kernel else nn.Linear(8, 8)
+        self.second = nn.Conv1d(8, 4, kernel) if kernel else nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        x = x.transpose(1, 2) if self.kernel else x
+        return self.second(self.first(x)).sum() + mask.sum()
+
+
+def smoothed_tokens(kernel, fill, valid, alpha):
+    torch.manual_seed(0)
+    model, mask = OfTokens(kernel).eval(), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    x = [torch.where(mask[..., None] == 1, torch.randn(2, 5, 8), fill) for _ in range(3)]
+    sim = qtk.QuantSim(model, (x[0], mask), config="default")
+    qtk.apply_smooth_quant(sim, [(each, mask) for each in x], alpha=alpha, valid=valid, progress=False)
+    return {name: each.detach() for name, each in sim.model.named_parameters()}, model, x, mask
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("kernel", "alpha"), [(0, 0.5), (3, 0.5), pytest.param(0, "auto", marks=pytest.mark.slow)])
+def test_padding_leaves_no_trace_in_scales(kernel, alpha):
+    quiet, loud, all_rows = (smoothed_tokens(kernel, *each, alpha) for each in (
+        (0.0, "mask"), (1e4, "mask"), (1e4, None)))
+    for name, parameter in quiet[0].items():
+        assert torch.equal(parameter, loud[0][name]), name
+    assert not torch.allclose(all_rows[0]["second.weight"], loud[0]["second.weight"], rtol=0.05)
+    if alpha == "auto":
+        return
+    parameters, model, x, mask = loud
+    with torch.no_grad():  # of the batches that are not held out
+        tokens = torch.cat([x[0][mask == 1], x[2][mask == 1]]).double()
+        weight = model.first.weight.double().reshape(8, 8)
+        largest = (tokens @ weight.T + model.first.bias.double()).abs().amax(0)
+        of_second = model.second.weight.double().abs().reshape(4, 8, -1).amax((0, 2))
+        scale = (largest / of_second).sqrt()
+        scale *= (largest / scale).max() / largest.max()  # which keeps the largest input
+    torch.testing.assert_close(parameters["first.weight"].reshape(8, 8), (weight / scale[:, None]).float())

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from torch import Tensor
 
+from qtk.core.free_name import free_name
+
 
 class NodeWriter:
     """Inserts nodes in front of an existing one.
@@ -43,9 +45,7 @@ class NodeWriter:
 
     def _free(self, name: str) -> str:
         """``name``, with an ordinal behind it if this writer has given it already."""
-        free = name
-        while free in self._names:
-            free = f"{name}.{len(self._names)}"
+        free = free_name(name, self._names, ".")
         self._names.add(free)
         return free
 

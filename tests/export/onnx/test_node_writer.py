@@ -21,10 +21,18 @@ def test_nodes_stand_in_order_before_the_place_with_names_of_their_own():
     other = write.node("Neg", [second], ir.DataType.DOUBLE)
     assert [node.op_type for node in write.graph] == ["Neg", "Neg", "Neg", "Relu"]
     values = first, second, other.outputs[0]
-    assert [value.producer().name for value in values] == ["site/Neg", "site/Neg.2", "site/Neg.4"]
-    assert [value.name for value in values] == ["site/float", "site/float.3", "site/double"]
+    assert [value.producer().name for value in values] == ["site/Neg", "site/Neg.1", "site/Neg.2"]
+    assert [value.name for value in values] == ["site/float", "site/float.1", "site/double"]
     assert (list(first.shape), list(second.shape)) == ([2, 3], [1])
     assert other.outputs[0].dtype is ir.DataType.DOUBLE
+
+
+def test_a_name_that_another_op_has_taken_is_passed_over():
+    write, x = writer()
+    kinds = ["Neg", "Neg.1", "Neg", "Neg.3", "Neg", "Neg"]
+    names = [write.node(kind, [x], FLOAT).name for kind in kinds]
+    assert len({*names}) == len(names)
+    assert names == ["site/Neg", "site/Neg.1", "site/Neg.2", "site/Neg.3", "site/Neg.4", "site/Neg.5"]
 
 
 def test_a_cast_to_the_dtype_it_has_is_none():
