@@ -151,23 +151,6 @@ class _Learned(torch.autograd.Function):
 _learned = applied(_Learned)
 
 
-class _WithValue(torch.autograd.Function):
-    """The op where its result is there already; it is taken out of a list, or autograd would return a view of it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-        value: list[Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(x, scale, zero_point)
-        ctx.spec = block_size, qmin, qmax
-        return value.pop()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_autograd_of_learned(ctx, grad), None
-
-
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
 if not _NATIVE:
     torch.library.register_autograd("qtk::fake_quantize", _autograd, setup_context=_setup_context)
@@ -210,19 +193,3 @@ def fake_quantize(
     except ValueError:
         check_range(scale, zero_point, x.shape, block_size)  # raises a SpecError with the shapes
         raise
-
-
-def with_value(
-    value: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
-) -> Tensor:
-    """``fake_quantize(x, …)``, whose result is ``value``: a tensor that nobody else has.
-
-    >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
-    >>> with_value(torch.tensor([0.25, 1.75]), x, torch.tensor([0.25]), None, (), -8, 7).sum().backward()
-    >>> x.grad
-    tensor([1., 0.])
-    """
-    if not (torch.is_grad_enabled() and (x.requires_grad or is_learned(scale, zero_point))):
-        return value
-    result: Tensor = _WithValue.apply(x, scale, zero_point, block_size, qmin, qmax, [value])
-    return result
