@@ -71,6 +71,7 @@ KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
 FORMAT = DTYPES["fp8_e4m3"]
 assert isinstance(FORMAT, FloatDtype)
+NUMBERS = FORMAT.exponent_bits, FORMAT.mantissa_bits, FORMAT.largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,11 @@ def residual_learned_backward(given: Given) -> None:
 
 
 def minifloat(given: Given) -> None:
-    fake_quantize.fake_quantize_float(given.x, given.scale, given.blocks, FORMAT)
+    fake_quantize.fake_quantize_float(given.x, given.scale, given.blocks, *NUMBERS)
 
 
 def minifloat_backward(given: Given) -> None:
-    fake_quantize.fake_quantize_float_backward(given.x, given.x, given.scale, given.blocks, FORMAT, True)
+    fake_quantize.fake_quantize_float_backward(given.x, given.x, given.scale, given.blocks, *NUMBERS, True)
 
 
 def dynamic(given: Given) -> None:

@@ -7,36 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from qtk.kernels.backends import triton_unavailable
 from qtk.numerics import extremes as reference
+from qtk.ops.registration import Kernel, nothing, register
 
-torch.library.define(
-    "qtk::add_extremes_",
-    "(Tensor input, int[] block_size, float bound, int least, Tensor(a!) low, Tensor(b!) high, Tensor(c!) counts) "
-    "-> ()",
+_OP = register(
+    "add_extremes_(Tensor input, int[] block_size, float bound, int least, Tensor(a!) low, Tensor(b!) high, "
+    "Tensor(c!) counts) -> ()",
+    reference.add_extremes_, nothing, gpu=Kernel("extremes", "add_extremes_"),
 )
-_OP = torch.ops.qtk.add_extremes_.default
-
-
-def _on_gpu(input: Tensor, *arguments: object) -> None:
-    if triton_unavailable() is not None:
-        reference.add_extremes_(input, *arguments)  # type: ignore[arg-type]
-        return
-    from qtk.kernels.gpu import extremes as kernels
-
-    kernels.add_extremes_(input, *arguments)  # type: ignore[arg-type]
-
-
-def _fake(*arguments: object) -> None:
-    pass
-
-
-torch.library.impl("qtk::add_extremes_", "CompositeExplicitAutograd", reference.add_extremes_)
-torch.library.impl("qtk::add_extremes_", "CUDA", _on_gpu)
-torch.library.register_fake("qtk::add_extremes_", _fake)
 
 
 def add_extremes_(

@@ -296,16 +296,12 @@ def fake_quantize_backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-
-    def reference(grad: Tensor, x: Tensor) -> Gradients:
-        gradients = straight_through.fake_quantize_backward(
-            grad, x, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
-            wants_zero_point=wants_zero_point,
-        )
-        return straight_through.empty_if_unwanted(gradients, scale)
-
-    grid = Grid(float(qmin), float(qmax))
-    return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+    wants = wants_scale, wants_zero_point
+    return backward(
+        grad, x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)), *wants,
+        lambda grad, x: straight_through.fake_quantize_backward(
+            grad, x, scale, zero_point, block_size, qmin, qmax, *wants),
+    )
 
 
 def fake_quantize_with_residual(
@@ -327,22 +323,22 @@ def fake_quantize_residual_backward(
 
     Raises: as that function.
     """
+    wants = wants_scale, wants_zero_point
 
     def reference(grad: Tensor, residual: Tensor) -> Gradients:
-        gradients = residuals.fake_quantize_backward(
-            grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
-            wants_zero_point=wants_zero_point,
-        )
-        return straight_through.empty_if_unwanted(gradients, scale)
+        return residuals.fake_quantize_backward(grad, residual, scale, zero_point, block_size, qmin, qmax, *wants)
 
     if residual.dtype == torch.int8 and (wants_scale or wants_zero_point):
         return reference(grad, residual)  # raises
     grid = Grid(float(qmin), float(qmax))
-    return backward(grad, residual, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+    return backward(grad, residual, scale, zero_point, block_size, grid, *wants, reference)
 
 
-def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+def fake_quantize_float(
+    x: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
     """As ``qtk.numerics.minifloat.fake_quantize``."""
+    format = minifloat.format_of(exponent_bits, mantissa_bits, largest)
 
     def reference(x: Tensor) -> tuple[Tensor, Tensor]:
         return (minifloat.fake_quantize(x, scale, block_size, format),) * 2
@@ -351,9 +347,11 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
 
 
 def fake_quantize_float_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype, wants_scale: bool
+    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
+    largest: float, wants_scale: bool,
 ) -> tuple[Tensor, Tensor]:
     """As ``qtk.numerics.minifloat.fake_quantize_backward``, an empty tensor for a gradient that is not wanted."""
+    format = minifloat.format_of(exponent_bits, mantissa_bits, largest)
 
     def reference(grad: Tensor, x: Tensor) -> Gradients:
         return *minifloat.fake_quantize_backward(grad, x, scale, block_size, format), scale.new_empty(0)
