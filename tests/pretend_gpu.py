@@ -164,7 +164,6 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     from triton.runtime.jit import JITFunction
 
     from qtk.kernels.gpu import launch
-    from qtk.quantizers import shared_launch
 
     pretending = Pretending()
 
@@ -199,7 +198,6 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     launch_compiled = CompiledKernel.__getitem__
     monkeypatch.setattr(CompiledKernel, "__getitem__", again)  # and from then on
     monkeypatch.setattr(launch, "_TICKETS", {})
-    monkeypatch.setattr(shared_launch, "PLAIN", (*shared_launch.PLAIN, OnGpu))
     host = {"on_device_of": lambda x: _nothing(), "programs": lambda device: 6, "triton_unavailable": lambda: None,
             "is_traced": lambda: False, "tickets": lambda device, count: _tickets(count)}
     for module in [module for name, module in sys.modules.items() if name.startswith("qtk.")]:

@@ -35,19 +35,18 @@ from qtk.kernels.gpu import (
     extremes,
     fake_quantize,
     fake_quantize_dynamic,
-    fake_quantize_many,
     feedback_rounding,
     row_streams,
     statistics,
-    table,
     tiles,
     tiling,
 )
+from qtk.kernels.gpu import launch as launching
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
 MODULES = (
-    extremes, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors, feedback_rounding
+    extremes, fake_quantize, fake_quantize_dynamic, statistics, candidate_errors, feedback_rounding
 )
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
@@ -114,8 +113,6 @@ class Launch:
         names = ["x_at", "y_at", "g_at", "dx_at"]
         if "counts_at" in given:
             names = ["x_at"]
-        elif "table_at" in given:  # what is written is of the type of what was read last
-            names = ["x_at", "x_at"] if "g_at" not in given else ["x_at", "g_at", "g_at"]
         names += ["target_at", "change_at"] * 2  # GPTQ's, read and written
         names += ["residual_at"] * bool(given.get("RESIDUAL")) + ["weights_at"] * bool(given.get("WEIGHTED"))
         return sum(8 * given[name].itemsize for name in names if name in given)
@@ -131,24 +128,8 @@ class Launch:
         """Lanes of all tiles for an element of the tensor: 1 if no lane is idle, times the candidates."""
         given = self.given
         candidates = self.grid[1] if len(self.grid) > 1 else 1
-        if "table_at" in given:
-            tiles, elements = self._of_table(given["table_at"].tolist())
-        else:
-            tiles = self.grid[0] // given.get("splits", 1) * given.get("turns", 1)
-            elements = given["x_at"].numel()
-        return tiles * self.tile * candidates / elements
-
-    def _of_table(self, rows: list[list[int]]) -> tuple[int, int]:
-        """Tiles and elements of all tensors of a launch."""
-        given = self.given
-        tiles = elements = 0
-        for row in rows:
-            s1, middle, s2, inner, _, _, turns, splits = row[table.S1.value :]
-            reached = inner + max(given["SHIFT"] - 1, 0)
-            chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-reached // given["REACH"]) * middle
-            tiles += row[table.PROGRAMS.value] // splits * turns
-            elements += turns // chunks * s1 * middle * s2 * inner
-        return tiles, elements
+        tiles = self.grid[0] // given.get("splits", 1) * given.get("turns", 1)
+        return tiles * self.tile * candidates / given["x_at"].numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +185,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
     ]
     patches += [
         mock.patch.object(module, "programs", return_value=WAVES * chip.processors)
-        for module in (*MODULES, row_streams, table) if hasattr(module, "programs")
+        for module in (*MODULES, row_streams, launching) if hasattr(module, "programs")
     ]
     for patch in patches:
         patch.start()

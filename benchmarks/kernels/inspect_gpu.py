@@ -37,9 +37,8 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpu_code import CHIPS, Chip, compiled, recorded
@@ -53,7 +52,6 @@ from qtk.kernels.gpu import (
     candidate_errors,
     fake_quantize,
     fake_quantize_dynamic,
-    fake_quantize_many,
     feedback_rounding,
     statistics,
 )
@@ -66,8 +64,6 @@ BLOCKS = {
     "tensor": (), "row": (1, -1), "last_axis": (-1, 1), "block16": (1, 16), "block32": (1, 32), "block64": (1, 64),
     "block128": (1, 128),
 }
-SMALL = (1024, 1024), (512, 768)
-"""Shapes of weights that share a launch; with learned ranges, those of one shape do."""
 MEASURED = Path(__file__).parents[1] / "results" / "kernels_gpu.csv"
 MEASURED_AS = {"tensor": "tensor", "row": "channel", "last_axis": "channel_last", "block32": "block"}
 """Granularities as ``bench_fake_quantize.py`` calls them."""
@@ -75,6 +71,7 @@ KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
 FORMAT = DTYPES["fp8_e4m3"]
 assert isinstance(FORMAT, FloatDtype)
+NUMBERS = FORMAT.exponent_bits, FORMAT.mantissa_bits, FORMAT.largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +91,6 @@ class Given:
         counts = {"tensor": (1,), "row": (rows,), "last_axis": (columns,)}
         return torch.ones(counts.get(self.granularity, (rows, columns // max(self.blocks, default=1))))
 
-    def weights(self, *shapes: tuple[int, int]) -> tuple[list[Any], ...]:
-        """The arguments of the ops of many tensors."""
-        parts = [replace(self, x=self.x[:rows, :columns].contiguous()) for rows, columns in shapes]
-        lists = ([part.x for part in parts], *([part.scale for part in parts] for _ in range(2)))
-        return *lists, *([each] * len(parts) for each in (self.blocks, *CODES))
-
 
 def forward(given: Given) -> None:
     fake_quantize.fake_quantize(given.x, given.scale, given.scale, given.blocks, *CODES)
@@ -111,25 +102,6 @@ def backward(given: Given) -> None:
 
 def learned_backward(given: Given) -> None:
     fake_quantize.fake_quantize_backward(given.x, given.x, given.scale, given.scale, given.blocks, *CODES, True, True)
-
-
-def many(given: Given) -> None:
-    fake_quantize_many.fake_quantize_many(*given.weights(*SMALL))
-
-
-def many_backward(given: Given) -> None:
-    xs, *rest = given.weights(*SMALL)
-    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [False] * len(xs), [False] * len(xs))
-
-
-def many_learned_backward(given: Given) -> None:
-    xs, *rest = given.weights(SMALL[0], SMALL[0])
-    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [True] * len(xs), [True] * len(xs))
-
-
-def small_learned_backward(given: Given) -> None:
-    """Of one of the weights of ``many_learned_backward`` alone."""
-    learned_backward(replace(given, x=given.x[: SMALL[0][0], : SMALL[0][1]].contiguous()))
 
 
 def residual(given: Given) -> None:
@@ -149,11 +121,11 @@ def residual_learned_backward(given: Given) -> None:
 
 
 def minifloat(given: Given) -> None:
-    fake_quantize.fake_quantize_float(given.x, given.scale, given.blocks, FORMAT)
+    fake_quantize.fake_quantize_float(given.x, given.scale, given.blocks, *NUMBERS)
 
 
 def minifloat_backward(given: Given) -> None:
-    fake_quantize.fake_quantize_float_backward(given.x, given.x, given.scale, given.blocks, FORMAT, True)
+    fake_quantize.fake_quantize_float_backward(given.x, given.x, given.scale, given.blocks, *NUMBERS, True)
 
 
 def dynamic(given: Given) -> None:
@@ -167,12 +139,6 @@ def min_max(given: Given) -> None:
 def extremes(given: Given) -> None:
     ends = given.scale.reshape(-1)
     extremes_kernels.add_extremes_(given.x, given.blocks, -1e30, 0, ends, ends, torch.zeros(3, dtype=torch.int64))
-
-
-def many_extremes(given: Given) -> None:
-    xs, scales, _, blocks, *_ = given.weights(*SMALL)
-    ends, counts = [scale.reshape(-1) for scale in scales], [torch.zeros(3, dtype=torch.int64) for _ in xs]
-    extremes_kernels.add_extremes_many_(xs, blocks, [-1e30] * len(xs), [0] * len(xs), ends, ends, counts)
 
 
 def histogram(given: Given) -> None:
@@ -194,13 +160,11 @@ def errors(given: Given) -> None:
 
 
 CALLS: dict[str, Callable[[Given], None]] = {
-    "forward": forward, "backward": backward, "backward, learned": learned_backward, "many": many,
-    "many, backward": many_backward, "many, backward, learned": many_learned_backward,
-    "one of many, backward, learned": small_learned_backward, "with residual": residual,
+    "forward": forward, "backward": backward, "backward, learned": learned_backward, "with residual": residual,
     "residual, backward": residual_backward, "residual, backward, learned": residual_learned_backward,
     "minifloat": minifloat, "minifloat, backward, learned": minifloat_backward, "dynamic": dynamic,
-    "min_max": min_max, "extremes": extremes, "many, extremes": many_extremes, "histogram": histogram,
-    "candidate_errors": errors, "round_with_feedback": round_with_feedback,
+    "min_max": min_max, "extremes": extremes, "histogram": histogram, "candidate_errors": errors,
+    "round_with_feedback": round_with_feedback,
 }
 ONLY = {"round_with_feedback": ("float32", "row")}
 """Calls that are compiled for one dtype and granularity."""

@@ -37,7 +37,6 @@ from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
-from qtk.observers.together import Together
 from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
@@ -183,7 +182,6 @@ def parameter_encodings(
         raise CalibrationError(without_values(model))
     encodings: dict[Site, Encoding] = {}
     waiting: dict[Site, Observer] = {}
-    together = Together()
     elements = 0
     values = tqdm(
         static_values(model, sites), desc="weights", total=len(sites), unit="site", leave=False,
@@ -193,13 +191,11 @@ def parameter_encodings(
         observer = calibrator(sites[site].scheme).observer(sites[site].spec.granularity, static=True)
         observer.allows_mask = site in maskable
         with _named(site):
-            together.observe(observer, value)
+            observer.observe(value)
         waiting[site], elements = observer, elements + value.numel()
         if on_cpu(value) or elements > AT_ONCE:
-            together.finish()
             encodings |= _static_encodings(waiting, sites, maskable)
             waiting, elements = {}, 0
-    together.finish()
     return encodings | _static_encodings(waiting, sites, maskable)
 
 

@@ -25,11 +25,9 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
-from qtk.graph.weight_quantizers import weight_requests
 from qtk.nn.batch_norm import keep_frozen
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import runs_model
-from qtk.quantizers.shared_launch import computed
 from qtk.torch_private import MODULE_TABLES, has_hooks, hooks, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
@@ -149,13 +147,9 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                     "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
                 )
             return graph(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            return super().__call__(*args, **kwargs)
-        args, kwargs = self._checked(args, kwargs)
-        if torch.compiler.is_compiling() or self._forward_pre_hooks:  # which may change the weights
-            return super().__call__(*args, **kwargs)
-        with computed(weight_requests(self)):
-            return super().__call__(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            args, kwargs = self._checked(args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""

@@ -17,9 +17,6 @@ DISABLE = "QTK_DISABLE_NATIVE"
 DISABLE_TRITON = "QTK_DISABLE_TRITON"
 """Environment variable: set to 1, the reference runs instead of the Triton kernels."""
 
-TUNE_TRITON = "QTK_TUNE_TRITON"
-"""Environment variable: set to 1, tiles of Triton kernels are chosen by timing, once for each shape of a tensor."""
-
 LIBRARY = Path(__file__).parents[1] / "_native_5.so"
 """The number is the one in ``setup.py``, so that a library built from an older interface is not loaded."""
 
@@ -63,19 +60,6 @@ def triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "not there; run pip install triton"
     return None
-
-
-def shares_launches(device: torch.device) -> bool:
-    """Whether tensors on a device share launches of Triton kernels.
-
-    Not in a graph of a CUDA stream: it would keep the address of a table that is gone when it is replayed.
-    """
-    return device.type == "cuda" and triton_unavailable() is None and not torch.cuda.is_current_stream_capturing()
-
-
-def tunes(device: torch.device) -> bool:
-    """Whether kernels on a device are tuned: not in a graph of a CUDA stream, for timing waits."""
-    return _is_set(TUNE_TRITON) and shares_launches(device)
 
 
 def _is_set(variable: str) -> bool:

@@ -51,24 +51,6 @@ def check_range(scale: Tensor, zero_point: Tensor | None, shape: Sequence[int], 
             check_fit(values, shape, block_size)
 
 
-def flat_sizes(tensors: Sequence[Tensor], block_sizes: Sequence[Sequence[int]]) -> list[int]:
-    """The block sizes of many tensors as one list, of one entry for each axis of each: what an op takes.
-
-    >>> flat_sizes([torch.zeros(8, 6), torch.zeros(3)], [(), (1,)])
-    [-1, -1, 1]
-    """
-    return [size for x, each in zip(tensors, block_sizes, strict=True) for size in (each or [WHOLE] * x.ndim)]
-
-
-def split_sizes(tensors: Sequence[Tensor], flat: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The block size of each tensor from what ``flat_sizes`` has made, ``[]`` for one scale."""
-    begin = 0
-    for x in tensors:
-        sizes = flat[begin : begin + x.ndim]
-        yield [] if all(size == WHOLE for size in sizes) else sizes
-        begin += x.ndim
-
-
 def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape, Shape]:
     """``shape`` with every axis that is cut into blocks split into (blocks, inside), and the inside axes.
 

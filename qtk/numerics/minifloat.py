@@ -22,6 +22,15 @@ _BIAS, _MANTISSA_BITS = 127, 23
 """Exponent bias and mantissa bits of float32."""
 
 
+def format_of(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtype:
+    """The format that three numbers describe; it has no name.
+
+    >>> format_of(2, 1, 6.0).bits
+    4
+    """
+    return FloatDtype("", 1 + exponent_bits + mantissa_bits, True, exponent_bits, mantissa_bits, largest)
+
+
 def round_to(x: Tensor, format: FloatDtype) -> Tensor:
     """The nearest numbers of ``format``. Shape: ``x`` float32, any; result alike.
 

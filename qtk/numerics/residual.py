@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qtk.numerics.blocks import align, pieces, split_shape, sum_blocks
 from qtk.numerics.effective import effective_scale, effective_scale_backward, effective_zero_point
+from qtk.numerics.straight_through import empty_if_unwanted
 
 RESOLUTION = 65530
 """Units of a learned range's residual in one step of the scale."""
@@ -76,11 +77,10 @@ def fake_quantize_backward(
     block_size: Sequence[int],
     qmin: int,
     qmax: int,
-    *,
     wants_scale: bool,
     wants_zero_point: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of ``x``, ``scale`` and ``zero_point`` from the residual; the last two only where wanted.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x``, ``scale`` and ``zero_point`` from the residual; those not wanted are empty.
 
     Shape: ``grad`` and ``residual`` as x; results as those of ``qtk.numerics.straight_through``.
 
@@ -91,7 +91,7 @@ def fake_quantize_backward(
     grad = grad.detach()
     grad_x = torch.empty_like(residual, dtype=grad.dtype)
     if residual.dtype == torch.int8:
-        return grad_x.copy_(torch.where(is_inside(residual), grad, 0.0)), None, None
+        return grad_x.copy_(torch.where(is_inside(residual), grad, 0.0)), *empty_if_unwanted(scale, None, None)
     grad_scale = torch.zeros_like(scale) if wants_scale else None
     grad_zero_point = torch.zeros_like(scale) if wants_zero_point else None
     stored_scale, scale = scale.detach(), effective_scale(scale.detach())
@@ -108,7 +108,8 @@ def fake_quantize_backward(
         if of_scale is not None:
             error = _error(kept, 0.0 if zero is None else zero, qmin, qmax)
             of_scale.add_(sum_blocks(error.mul_(grad_part), residual.shape, block_size))
-    return grad_x, None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale), grad_zero_point
+    dscale = None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale)
+    return grad_x, *empty_if_unwanted(scale, dscale, grad_zero_point)
 
 
 def is_inside(residual: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     >>> min_max(torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), (1, -1))
     (tensor([ 1., -3.]), tensor([2.0000, 0.5000]))
     """
+    x = x.detach()
     if not block_size:
         elements = flat(x)  # aminmax of anything but a contiguous tensor takes 10 to 100 times as long
         low, high = torch.aminmax(x if elements is None else elements)

@@ -31,11 +31,10 @@ def fake_quantize_backward(
     block_size: Sequence[int],
     qmin: int,
     qmax: int,
-    *,
     wants_scale: bool,
     wants_zero_point: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of ``x``, ``scale`` and ``zero_point``; the last two only where wanted.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x``, ``scale`` and ``zero_point``; those not wanted are empty.
 
     Shape: ``grad`` and ``x`` alike; the first result in the layout of ``x`` and the dtype of ``grad``, the others
     float32 in the qparam shape.
@@ -66,15 +65,15 @@ def fake_quantize_backward(
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
             of_scale.add_(sum_blocks(real.sub_(steps).mul_(grad_part), x.shape, block_size))
-    return grad_x, None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale), grad_zero_point
+    dscale = None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale)
+    return grad_x, *empty_if_unwanted(scale, dscale, grad_zero_point)
 
 
-def empty_if_unwanted(
-    gradients: tuple[Tensor, Tensor | None, Tensor | None], scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as an operator returns them: an empty tensor, each its own memory, where they are ``None``."""
-    dx, dscale, dzero_point = (scale.new_empty(0) if part is None else part for part in gradients)
-    return dx, dscale, dzero_point
+def empty_if_unwanted(scale: Tensor, dscale: Tensor | None, dzero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of a range as an operator returns them: an empty tensor in place of ``None``, of its own memory."""
+    return (
+        scale.new_empty(0) if dscale is None else dscale, scale.new_empty(0) if dzero_point is None else dzero_point
+    )
 
 
 def second_backward(

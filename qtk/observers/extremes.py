@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
-from qtk.ops.extremes import add_extremes_, add_extremes_many_
+from qtk.ops.extremes import add_extremes_
 from qtk.ops.statistics import min_max
 
 ADVICE = "clean the data, or find the layer that produces them"
@@ -64,23 +64,8 @@ class Running:
     @classmethod
     def empty(cls, x: Tensor, granularity: Granularity) -> Running:
         """Of no tensor yet, for such as ``x``."""
-        (running,) = cls.empty_for([x], [granularity])
-        return running
-
-    @classmethod
-    def empty_for(cls, xs: Sequence[Tensor], granularities: Sequence[Granularity]) -> list[Running]:
-        """One for each tensor of a device, in three allocations, where each begins at a multiple of 16 bytes."""
-        shapes = [granularity.qparam_shape(tuple(x.shape)) for x, granularity in zip(xs, granularities, strict=True)]
-        lengths = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
-        lows = xs[0].new_full((sum(lengths),), torch.inf, dtype=torch.float32)
-        highs = torch.full_like(lows, -torch.inf)
-        counts = torch.zeros(len(xs), 4, dtype=torch.int64, device=lows.device)
-        found, begin = [], 0
-        for place, (shape, length) in enumerate(zip(shapes, lengths, strict=True)):
-            low, high = (ends[begin : begin + math.prod(shape)].view(shape) for ends in (lows, highs))
-            found.append(cls(low, high, counts[place, :3]))
-            begin += length
-        return found
+        low = x.new_full(granularity.qparam_shape(tuple(x.shape)), torch.inf, dtype=torch.float32)
+        return cls(low, torch.full_like(low, -torch.inf), torch.zeros(3, dtype=torch.int64, device=low.device))
 
     @property
     def extremes(self) -> Extremes:
@@ -94,20 +79,6 @@ class Running:
             x, granularity.block_size(x.ndim), sentinel_bound(x.dtype), _least(x, allows_mask=allows_mask),
             self.low.view(-1), self.high.view(-1), self.counts,
         )
-
-
-def add_to_all(
-    runnings: Sequence[Running], xs: Sequence[Tensor], granularities: Sequence[Granularity],
-    allow_masks: Sequence[bool],
-) -> None:
-    """``Running.add`` of each to its own, in one launch for those that are alike. Raises: as that method."""
-    add_extremes_many_(
-        xs, [granularity.block_size(x.ndim) for x, granularity in zip(xs, granularities, strict=True)],
-        [sentinel_bound(x.dtype) for x in xs],
-        [_least(x, allows_mask=allows) for x, allows in zip(xs, allow_masks, strict=True)],
-        [running.low.view(-1) for running in runnings], [running.high.view(-1) for running in runnings],
-        [running.counts for running in runnings],
-    )
 
 
 def _least(x: Tensor, *, allows_mask: bool) -> int:

@@ -64,21 +64,13 @@ class MinMax(Counted):
             self._take(Extremes(other._low.clone(), other._high.clone(), other.count, other.sentinels))
         self._add_all(other)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was seen yet."""
-        return self._low is None
-
-    def begin(self, running: Running) -> None:
-        """Goes on in ``running``, if nothing was seen yet."""
-        self._running, self._low, self._high = running, running.low, running.high
-        self._count, self._sentinels, self._broken = running.counts.unbind()
-
     def _running_for(self, x: Tensor) -> Running | None:
         """What a tensor of an accelerator adds to in place; ``None`` if what was seen is elsewhere, or was joined."""
-        if self.is_new:
-            self.begin(Running.empty(x, self.granularity))
         running = self._running
+        if self._low is None:
+            running = self._running = Running.empty(x, self.granularity)
+            self._low, self._high = running.low, running.high
+            self._count, self._sentinels, self._broken = running.counts.unbind()
         if running is None or self._low is not running.low or not isinstance(self._count, Tensor):
             return None
         if x.device != running.low.device:

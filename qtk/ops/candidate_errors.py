@@ -12,16 +12,9 @@ from torch import Tensor
 
 from qtk.core.granularity import WHOLE
 from qtk.errors import SpecError
-from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import candidate_errors as reference
 from qtk.numerics.statistics import count_scales
-
-if load_native() is not None:
-    torch.library.define(
-        "qtk::candidate_errors",
-        "(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, bool squared, "
-        "Tensor? importance, float clipped) -> Tensor",
-    )
+from qtk.ops.registration import Kernel, register
 
 
 def _reference(
@@ -34,24 +27,11 @@ def _reference(
     )
 
 
-torch.library.impl("qtk::candidate_errors", "CompositeExplicitAutograd", _reference)
-
-
-@torch.library.impl("qtk::candidate_errors", "CUDA")
-def _on_gpu(
-    input: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-    squared: bool, importance: Tensor | None, clipped: float,
-) -> Tensor:
-    spec = scales, zero_points, block_size, qmin, qmax, squared, importance, clipped
-    if triton_unavailable() is not None:
-        return _reference(input, *spec)
-    from qtk.kernels.gpu import candidate_errors as kernels
-
-    return kernels.candidate_errors(input.detach(), *spec)
-
-
-torch.library.register_fake(
-    "qtk::candidate_errors", lambda input, scales, *spec: torch.empty_like(scales, dtype=torch.float64)
+_OP = register(
+    "candidate_errors(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, "
+    "bool squared, Tensor? importance, float clipped) -> Tensor",
+    _reference, lambda input, scales, *spec: torch.empty_like(scales, dtype=torch.float64),
+    gpu=Kernel("candidate_errors", "candidate_errors"), native=True,
 )
 
 
@@ -91,7 +71,7 @@ def candidate_errors(
         return reference.candidate_errors(
             x, scales, zero_points, block_size, qmin, qmax, norm=norm, importance=importance, clipped=clipped
         )
-    errors: Tensor = torch.ops.qtk.candidate_errors.default(
+    errors: Tensor = _OP(
         x, scales, zero_points, block_size, qmin, qmax, norm == 2, importance, clipped
     )
     return errors

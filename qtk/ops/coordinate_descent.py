@@ -5,19 +5,11 @@ Formula in ``qtk.numerics.coordinate_descent``; each weight has a scale of its o
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native
 from qtk.numerics import coordinate_descent as reference
 from qtk.ops.feedback_rounding import round_with_feedback_
-
-if load_native() is not None:
-    torch.library.define(
-        "qtk::descend_",
-        "(Tensor(a!) rounded, Tensor(b!) change, Tensor(c!) half_gradient, Tensor gram, Tensor step, Tensor scale, "
-        "Tensor? zero_point, int qmin, int qmax) -> ()",
-    )
+from qtk.ops.registration import nothing, register
 
 
 def _reference(
@@ -31,8 +23,11 @@ def _reference(
     reference.descend_(rounded, change, half_gradient, gram, step, round_columns)
 
 
-torch.library.impl("qtk::descend_", "CompositeExplicitAutograd", _reference)
-torch.library.register_fake("qtk::descend_", lambda *arguments: None)
+_OP = register(
+    "descend_(Tensor(a!) rounded, Tensor(b!) change, Tensor(c!) half_gradient, Tensor gram, Tensor step, Tensor scale, "
+    "Tensor? zero_point, int qmin, int qmax) -> ()",
+    _reference, nothing, native=True,
+)
 
 
 def descend_(
@@ -62,4 +57,4 @@ def descend_(
     >>> rounded
     tensor([[[1., 0.]]])
     """
-    torch.ops.qtk.descend_.default(rounded, change, half_gradient, gram, step, scale, zero_point, qmin, qmax)
+    _OP(rounded, change, half_gradient, gram, step, scale, zero_point, qmin, qmax)

@@ -10,31 +10,34 @@ import torch
 from qtk.torch_private import is_traced
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply``; in plain eager mode by a function that does the same and has no ``setup_context``.
+def differentiable(
+    forward: Callable[..., Any], save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``forward`` with a gradient: ``save`` fills a context with inputs and output, ``backward`` reads it.
 
-    >>> class Twice(torch.autograd.Function):
-    ...     generate_vmap_rule = True
-    ...     forward = staticmethod(lambda x: 2 * x)
-    ...     setup_context = staticmethod(lambda ctx, inputs, output: None)
-    ...     backward = staticmethod(lambda ctx, grad: 2 * grad)
+    Tracers and transforms apply a function with a vmap rule; plain eager mode one that has no ``setup_context``.
+
+    >>> twice = differentiable(lambda x: 2 * x, lambda ctx, inputs, output: None, lambda ctx, grad: 2 * grad)
     >>> x = torch.ones(2, requires_grad=True)
-    >>> torch.autograd.grad(applied(Twice)(x).sum(), x), torch.func.vmap(applied(Twice))(torch.ones(2))
+    >>> torch.autograd.grad(twice(x).sum(), x), torch.func.vmap(twice)(torch.ones(2))
     ((tensor([2., 2.]),), tensor([2., 2.]))
     """
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
+    def at_once(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        save(ctx, inputs, output)
         return output
 
-    eager: type[torch.autograd.Function] = type(
-        function.__name__, (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(function.backward)},
-    )
+    traced: type[torch.autograd.Function] = type("Differentiable", (torch.autograd.Function,), {
+        "generate_vmap_rule": True, "forward": staticmethod(forward), "setup_context": staticmethod(save),
+        "backward": staticmethod(backward),
+    })
+    eager: type[torch.autograd.Function] = type("Differentiable", (torch.autograd.Function,), {
+        "forward": staticmethod(at_once), "backward": staticmethod(backward),
+    })
 
     def apply(*inputs: Any) -> Any:
         plain = not torch.compiler.is_compiling() and not is_traced()
-        return (eager if plain else function).apply(*inputs)
+        return (eager if plain else traced).apply(*inputs)
 
     return apply

@@ -2,7 +2,7 @@
 
 Formulas of ``qtk.numerics.dynamic``; ``block_size`` as in ``qtk.ops.fake_quantize``. With one scale per row the
 kernels read each element from memory once. The gradient is the straight-through estimator of ``qtk::fake_quantize``
-with the range as a constant. The C++ library, where it is built, also defines schema and autograd.
+with the range as a constant.
 """
 
 from __future__ import annotations
@@ -13,33 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import dynamic
 from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import BACKWARD
 from qtk.ops.forward_mode import refuse_forward_mode
+from qtk.ops.registration import NATIVE, Gradient, Kernel, register
 from qtk.ops.statistics import min_max
-
-_NATIVE = load_native() is None
-
-if not _NATIVE:
-    torch.library.define(
-        "qtk::fake_quantize_dynamic",
-        "(Tensor input, int[] block_size, int qmin, int qmax, bool symmetric) -> (Tensor, Tensor, Tensor)",
-    )
-torch.library.impl("qtk::fake_quantize_dynamic", "CompositeExplicitAutograd", dynamic.fake_quantize)
-
-
-@torch.library.impl("qtk::fake_quantize_dynamic", "CUDA")
-def _on_gpu(
-    input: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if triton_unavailable() is not None:
-        return dynamic.fake_quantize(input, block_size, qmin, qmax, symmetric)
-    from qtk.kernels.gpu import fake_quantize_dynamic as kernels
-
-    return kernels.fake_quantize_dynamic(input, block_size, qmin, qmax, symmetric)
 
 
 def _fake(
@@ -49,22 +29,25 @@ def _fake(
     return torch.empty_like(input), scale, scale.new_empty(0 if symmetric else scale.shape, dtype=torch.int32)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, *ctx.spec, ctx.symmetric = inputs
     _, scale, zero_point = output
     ctx.mark_non_differentiable(scale, zero_point)
     ctx.save_for_backward(input, scale, zero_point)
 
 
-def _autograd(ctx: Any, grad: Tensor, *of_range: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, *of_range: Tensor | None) -> tuple[Tensor | None, ...]:
     input, scale, zero_point = ctx.saved_tensors
     dx, _, _ = BACKWARD(grad, input, scale, None if ctx.symmetric else zero_point, *ctx.spec, False, False)
     return dx, None, None, None, None
 
 
-torch.library.register_fake("qtk::fake_quantize_dynamic", _fake)
-if not _NATIVE:
-    torch.library.register_autograd("qtk::fake_quantize_dynamic", _autograd, setup_context=_setup_context)
+_OP = register(
+    "fake_quantize_dynamic(Tensor input, int[] block_size, int qmin, int qmax, bool symmetric) -> "
+    "(Tensor, Tensor, Tensor)",
+    dynamic.fake_quantize, _fake, gpu=Kernel("fake_quantize_dynamic", "fake_quantize_dynamic"),
+    gradient=Gradient(_save, _backward), native=True,
+)
 
 
 def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, *, symmetric: bool) -> Tensor:
@@ -81,9 +64,9 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
         scale, zero_point = range_of(x, block_size, qmin, qmax, symmetric=symmetric)
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
     else:
-        if not _NATIVE and not torch.compiler.is_compiling():
+        if not NATIVE and not torch.compiler.is_compiling():
             refuse_forward_mode("qtk::fake_quantize_dynamic", x)
-        result, _, _ = torch.ops.qtk.fake_quantize_dynamic.default(x, block_size, qmin, qmax, symmetric)
+        result, _, _ = _OP(x, block_size, qmin, qmax, symmetric)
     return result
 
 

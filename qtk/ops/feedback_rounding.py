@@ -5,19 +5,14 @@ Formula in ``qtk.numerics.feedback_rounding``; each number has a scale of its ow
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import feedback_rounding as reference
 from qtk.ops.fake_quantize import fake_quantize
-
-if load_native() is not None:
-    torch.library.define(
-        "qtk::round_with_feedback_",
-        "(Tensor(a!) target, Tensor(b!) change, Tensor feedback, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
-        "bool backwards) -> ()",
-    )
+from qtk.ops.registration import nothing, register
 
 
 def _reference(
@@ -34,24 +29,17 @@ def _reference(
     reference.round_with_feedback_(target, change, feedback, nearest, backwards=backwards)
 
 
-torch.library.impl("qtk::round_with_feedback_", "CompositeExplicitAutograd", _reference)
-
-
-@torch.library.impl("qtk::round_with_feedback_", "CUDA")
-def _on_gpu(
-    target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
-    backwards: bool,
-) -> None:
-    given = target, change, feedback, scale, zero_point, qmin, qmax, backwards
-    if triton_unavailable() is not None:
-        _reference(*given)
-        return
+def _on_gpu(target: Tensor, *given: Any) -> None:
     from qtk.kernels.gpu import feedback_rounding as kernels
 
-    (kernels.round_with_feedback_ if target.shape[2] <= kernels.MOST_COLUMNS else _reference)(*given)
+    (kernels.round_with_feedback_ if target.shape[2] <= kernels.MOST_COLUMNS else _reference)(target, *given)
 
 
-torch.library.register_fake("qtk::round_with_feedback_", lambda *arguments: None)
+_OP = register(
+    "round_with_feedback_(Tensor(a!) target, Tensor(b!) change, Tensor feedback, Tensor scale, Tensor? zero_point, "
+    "int qmin, int qmax, bool backwards) -> ()",
+    _reference, nothing, gpu=_on_gpu, native=True,
+)
 
 
 def round_with_feedback_(
@@ -79,4 +67,4 @@ def round_with_feedback_(
     >>> target
     tensor([[[0., 1.]]])
     """
-    torch.ops.qtk.round_with_feedback_.default(target, change, feedback, scale, zero_point, qmin, qmax, backwards)
+    _OP(target, change, feedback, scale, zero_point, qmin, qmax, backwards)

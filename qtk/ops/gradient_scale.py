@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.ops.eager_function import applied
+from qtk.ops.eager_function import differentiable
 
 
 class GradientScale(enum.Enum):
@@ -43,23 +43,13 @@ class GradientScale(enum.Enum):
         return 1 / math.sqrt(max(math.prod(sample) / scales, 1.0) * qmax)
 
 
-class _ScaleGradient(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+def _save_factor(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.factor = inputs[1]
 
 
-_scale_gradient = applied(_ScaleGradient)
+_scale_gradient = differentiable(
+    lambda x, factor: x.view_as(x), _save_factor, lambda ctx, grad: (grad * ctx.factor, None)
+)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -78,24 +68,16 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return result
 
 
-class _WithZeroGradients(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(result: Tensor, *parameters: Tensor) -> Tensor:
-        return result.view_as(result)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, *parameters = inputs
-        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+def _save_kinds(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    _, *parameters = inputs
+    ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
 
 
-_with_zero_gradients = applied(_WithZeroGradients)
+def _zeros(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+_with_zero_gradients = differentiable(lambda result, *parameters: result.view_as(result), _save_kinds, _zeros)
 
 
 def with_zero_gradients(result: Tensor, *parameters: Tensor | None) -> Tensor:

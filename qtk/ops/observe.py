@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qtk.errors import CalibrationError
+from qtk.ops.registration import nothing, register
 
 
 class Observes(Protocol):
@@ -56,7 +57,7 @@ class Listener(Generic[ObservesT]):
 
     def observe_when_run(self, x: Tensor) -> None:
         """Adds a call of ``observe`` to the graph that is being compiled."""
-        torch.ops.qtk.observe.default(self.ticket, x.detach(), self.number)
+        _OP(self.ticket, x.detach(), self.number)
 
     def __reduce__(self) -> tuple[type[Listener[ObservesT]], tuple[str, ObservesT | None]]:
         return Listener, (self.place, self.observer)
@@ -65,13 +66,10 @@ class Listener(Generic[ObservesT]):
 _NUMBERS = itertools.count()
 _ADDRESSES: WeakValueDictionary[int, Listener[Any]] = WeakValueDictionary()
 
-torch.library.define("qtk::observe", "(Tensor(a!) ticket, Tensor input, int listener) -> ()")
 
-
-@torch.library.impl("qtk::observe", "CompositeExplicitAutograd")
 def _observe(ticket: Tensor, input: Tensor, listener: int) -> None:
     _ADDRESSES[listener].observe(input)
     ticket.add_(1)
 
 
-torch.library.register_fake("qtk::observe", lambda ticket, input, listener: None)
+_OP = register("observe(Tensor(a!) ticket, Tensor input, int listener) -> ()", _observe, nothing)

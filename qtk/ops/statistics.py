@@ -10,41 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import statistics
-
-if load_native() is not None:
-    torch.library.define("qtk::min_max", "(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)")
-    torch.library.define(
-        "qtk::histogram", "(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor"
-    )
-    torch.library.define(
-        "qtk::histogram_of_squares",
-        "(Tensor input, Tensor factors, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor",
-    )
-
-
-@torch.library.impl("qtk::min_max", "CompositeExplicitAutograd")
-def _min_max(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
-    return statistics.min_max(input.detach(), block_size)
-
-
-@torch.library.impl("qtk::min_max", "CUDA")
-def _min_max_on_gpu(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
-    if triton_unavailable() is not None:
-        return statistics.min_max(input.detach(), block_size)
-    from qtk.kernels.gpu import statistics as kernels
-
-    return kernels.min_max(input.detach(), block_size, scales)
-
-
-@torch.library.impl("qtk::histogram", "CUDA")
-def _histogram_on_gpu(input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    if triton_unavailable() is not None:
-        return statistics.histogram(input, first, exponent, bins, block_size)
-    from qtk.kernels.gpu import statistics as kernels
-
-    return kernels.histogram(input.detach(), first, exponent, bins, block_size)
+from qtk.ops.registration import Kernel, register
 
 
 def _min_max_fake(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
@@ -52,16 +19,8 @@ def _min_max_fake(input: Tensor, block_size: Sequence[int], scales: int) -> tupl
     return low, torch.empty_like(low)
 
 
-torch.library.register_fake("qtk::min_max", _min_max_fake)
-torch.library.impl("qtk::histogram", "CompositeExplicitAutograd", statistics.histogram)
-
-
 def _histogram_fake(input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
     return first.new_empty((first.numel(), bins), dtype=torch.int64)
-
-
-torch.library.register_fake("qtk::histogram", _histogram_fake)
-torch.library.impl("qtk::histogram_of_squares", "CompositeExplicitAutograd", statistics.histogram_of_squares)
 
 
 def _histogram_of_squares_fake(
@@ -70,7 +29,20 @@ def _histogram_of_squares_fake(
     return first.new_empty((first.numel(), bins), dtype=torch.float64)
 
 
-torch.library.register_fake("qtk::histogram_of_squares", _histogram_of_squares_fake)
+_MIN_MAX = register(
+    "min_max(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)",
+    lambda input, block_size, scales: statistics.min_max(input, block_size), _min_max_fake,
+    gpu=Kernel("statistics", "min_max"), native=True,
+)
+_HISTOGRAM = register(
+    "histogram(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor",
+    statistics.histogram, _histogram_fake, gpu=Kernel("statistics", "histogram"), native=True,
+)
+_HISTOGRAM_OF_SQUARES = register(
+    "histogram_of_squares(Tensor input, Tensor factors, Tensor first, Tensor exponent, int bins, int[] block_size) -> "
+    "Tensor",
+    statistics.histogram_of_squares, _histogram_of_squares_fake, native=True,
+)
 
 
 def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -83,7 +55,7 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     >>> min_max(torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), (1, -1))
     (tensor([ 1., -3.]), tensor([2.0000, 0.5000]))
     """
-    low, high = torch.ops.qtk.min_max.default(x, block_size, statistics.count_scales(x.shape, block_size))
+    low, high = _MIN_MAX(x, block_size, statistics.count_scales(x.shape, block_size))
     return low, high
 
 
@@ -98,7 +70,7 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, ())
     tensor([[2, 1]])
     """
-    counts: Tensor = torch.ops.qtk.histogram.default(x, first, exponent, bins, block_size)
+    counts: Tensor = _HISTOGRAM(x, first, exponent, bins, block_size)
     return counts
 
 
@@ -115,5 +87,5 @@ def histogram_of_squares(
     >>> histogram_of_squares(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), first, exponent, 2, ())
     tensor([[5., 9.]], dtype=torch.float64)
     """
-    sums: Tensor = torch.ops.qtk.histogram_of_squares.default(x, factors, first, exponent, bins, block_size)
+    sums: Tensor = _HISTOGRAM_OF_SQUARES(x, factors, first, exponent, bins, block_size)
     return sums

@@ -26,7 +26,6 @@ from qtk.public import public
 from qtk.quantizers.flags import flags_to_tensors, pop_flags
 from qtk.quantizers.lost_range import LateLook, ends, refuse_lost_range
 from qtk.quantizers.original import Original
-from qtk.quantizers.shared_launch import simulated_weight
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting, is_traced
 
@@ -124,8 +123,8 @@ class Quantizer(Tap):
             result = simulate(x, self.spec, scale, zero_point)
             is_held = self._learns and not scale.requires_grad
             return with_zero_gradients(result, self.scale_factor, self.zero_point_shift) if is_held else result
-        if self.cache and not torch.compiler.is_compiling():
-            return simulated_weight(x, self.spec, scale, zero_point, self.weight_cache)
+        if self.cache and self.weight_cache.acts:
+            return self.weight_cache.get(lambda x: simulate(x, self.spec, scale, zero_point), x, scale, zero_point)
         return simulate(x, self.spec, scale, zero_point)
 
     def __setattr__(self, name: str, value: object) -> None:

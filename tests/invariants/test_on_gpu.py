@@ -15,7 +15,7 @@ from tests.invariants.test_no_waits import tiny_cnn
 from tests.pretend_gpu import pretended_gpu, to_gpu
 from tests.zoo.attention import TinyViT
 
-for name in ("fake_quantize", "fake_quantize_dynamic", "fake_quantize_many", "statistics"):
+for name in ("fake_quantize", "fake_quantize_dynamic", "statistics"):
     pytest.importorskip(f"qtk.kernels.gpu.{name}")
 pytestmark = [
     pytest.mark.kernels,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from qtk.numerics import extremes as reference
 from qtk.numerics.statistics import count_scales
 from tests.kernels import conformance
 from tests.kernels.backend_matrix import OneBackend, matrix
@@ -34,18 +33,6 @@ def by_loop(tensors, block_size):
             counted += 1
             low[owner], high[owner] = min(low[owner], value), max(high[owner], value)
     return [low, high, [counted, sentinels, 0]]
-
-
-def many_weights(kind):
-    """Tensors of many granularities; some hold sentinels, NaN or +inf."""
-    xs = []
-    for seed, (shape, _) in enumerate(CASES.values()):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kind)
-        places = {1: -torch.inf, 2: torch.nan, 3: torch.inf}
-        if seed % 4 in places:
-            x.view(-1)[x.numel() // 2] = places[seed % 4]
-        xs.append(x)
-    return xs, [block_size for _, block_size in CASES.values()], [seed % 3 for seed in range(len(CASES))]
 
 
 class Conformance(OneBackend):
@@ -98,23 +85,3 @@ class Conformance(OneBackend):
         x[1] = 2.0
         low, high, _ = self.after([x], (1, -1))
         assert (low, high) == ([torch.inf, 2.0], [-torch.inf, 2.0])
-
-
-class ManyConformance:
-    """The tests of one backend of ``qtk::add_extremes_many_``."""
-
-    add_extremes_many_: Callable[..., None]
-
-    @pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
-    def test_many_tensors_are_as_each_alone(self, kind):
-        xs, block_sizes, leasts = many_weights(kind)
-        scales = [count_scales(x.shape, block_size) for x, block_size in zip(xs, block_sizes, strict=True)]
-        found, expected = [empty(count) for count in scales], [empty(count) for count in scales]
-        for _ in range(2):  # the second time on top of the first
-            self.add_extremes_many_(xs, block_sizes, [BOUND] * len(xs), leasts, *map(list, zip(*found, strict=True)))
-            for x, block_size, least, state in zip(xs, block_sizes, leasts, expected, strict=True):
-                reference.add_extremes_(x, block_size, BOUND, least, *state)
-        for name, own, other in zip(CASES, found, expected, strict=True):
-            for part, same in zip(own, other, strict=True):
-                torch.testing.assert_close(part, same, rtol=0, atol=0, equal_nan=True, msg=name)
-        assert sum(int(state[2][2]) for state in found) > 4

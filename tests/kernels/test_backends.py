@@ -13,12 +13,10 @@ import qtk
 from qtk.kernels import backends
 from qtk.kernels.backends import DISABLE, DISABLE_TRITON, LIBRARY, load_native, triton_unavailable
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
-
 
 @pytest.fixture
 def with_gpu(monkeypatch):
-    """torch says that there is a GPU, on which no graph is captured; Triton is there."""
+    """torch says that there is a GPU; Triton is there."""
     monkeypatch.delenv(DISABLE_TRITON, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -78,26 +76,3 @@ def test_triton_that_is_missing_or_switched_off_says_why(with_gpu):
     triton_unavailable.cache_clear()
     with_gpu.setenv(DISABLE_TRITON, "1")
     assert qtk.backends()["cuda"] == f"reference; Triton kernels switched off by {DISABLE_TRITON}"
-    assert not backends.shares_launches(GPU)
-
-
-def test_launches_are_shared_on_a_gpu_unless_a_graph_is_captured(with_gpu):
-    assert backends.shares_launches(GPU)
-    assert not backends.shares_launches(CPU)
-    with_gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not backends.shares_launches(GPU)
-
-
-def test_the_cpu_does_not_share_launches():
-    assert not backends.shares_launches(CPU)
-
-
-def test_it_is_off_unless_it_is_asked_for(monkeypatch):
-    gpu_device = torch.device("cuda")
-    monkeypatch.setattr(backends, "shares_launches", lambda device: device.type == "cuda")
-    assert not backends.tunes(gpu_device)
-    monkeypatch.setenv(backends.TUNE_TRITON, "1")
-    assert backends.tunes(gpu_device)
-    assert not backends.tunes(torch.device("cpu"))
-    monkeypatch.setattr(backends, "shares_launches", lambda device: False)  # while a graph is captured
-    assert not backends.tunes(gpu_device)

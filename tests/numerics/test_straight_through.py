@@ -69,7 +69,7 @@ def test_symmetric_and_only_x(granularity, shape):
     block_size = granularity.block_size(x.ndim)
     alone = fake_quantize_backward(grad, x, scale, None, block_size, -8, 7, wants_scale=False, wants_zero_point=False)
     assert alone[0].tolist() == dx.float().tolist()
-    assert alone[1:] == (None, None)
+    assert [each.numel() for each in alone[1:]] == [0, 0]
     both = fake_quantize_backward(grad, x, scale, None, block_size, -8, 7, wants_scale=True, wants_zero_point=False)
     assert both[1].tolist() == dscale.float().tolist()
 

@@ -4,33 +4,23 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from qtk.ops.eager_function import applied
+from qtk.ops.eager_function import differentiable
 
 
-class Scaled(torch.autograd.Function):
-    """x · factor, whose gradient is written down."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, factor):
-        return x * factor
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.factor = inputs
-        ctx.save_for_backward(x)
-        ctx.seen = output.shape
-
-    @staticmethod
-    def backward(ctx, upstream):
-        (x,) = ctx.saved_tensors
-        assert ctx.needs_input_grad == (True, False)
-        assert upstream.shape == ctx.seen == x.shape
-        return upstream * ctx.factor, None
+def save(ctx, inputs, output):
+    x, ctx.factor = inputs
+    ctx.save_for_backward(x)
+    ctx.seen = output.shape
 
 
-scaled = applied(Scaled)
+def backward(ctx, upstream):
+    (x,) = ctx.saved_tensors
+    assert ctx.needs_input_grad == (True, False)
+    assert upstream.shape == ctx.seen == x.shape
+    return upstream * ctx.factor, None
+
+
+scaled = differentiable(lambda x, factor: x * factor, save, backward)
 X = torch.randn(3, 4)
 
 

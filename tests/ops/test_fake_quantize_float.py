@@ -31,14 +31,19 @@ def backward_by_op(grad, x, scale, block_size, format):
     return torch.autograd.grad(fake_quantize_float(x, scale, block_size, format.name), (x, scale), grad)
 
 
+def numbers_of(format):
+    return format.exponent_bits, format.mantissa_bits, format.largest
+
+
 def by_triton(x, scale, block_size, format):
     """Compiled on a GPU, else in Triton's interpreter."""
-    return kernels.fake_quantize_float(x.to(DEVICE), scale.to(DEVICE), block_size, format).cpu()
+    return kernels.fake_quantize_float(x.to(DEVICE), scale.to(DEVICE), block_size, *numbers_of(format)).cpu()
 
 
 def backward_by_triton(grad, x, scale, block_size, format):
     moved = [part.to(DEVICE) for part in (grad, x, scale)]
-    return [part.cpu() for part in kernels.fake_quantize_float_backward(*moved, block_size, format, True)]
+    found = kernels.fake_quantize_float_backward(*moved, block_size, *numbers_of(format), True)
+    return [part.cpu() for part in found]
 
 
 WAYS = {"op": (by_op, backward_by_op), "triton": (by_triton, backward_by_triton)}

@@ -8,7 +8,6 @@ may go on to the end of the last 16 bytes of a tensor's storage: a GPU's allocat
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Iterable
 
 import numpy as np
@@ -26,15 +25,11 @@ class AccessError(AssertionError):
 
 
 class GlobalMemory:
-    """Storages by address: of the tensors given, and of those whose addresses they hold (``qtk.kernels.gpu.table``)."""
+    """Storages of the tensors given, by address."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._given = tuple(tensors)
-        self._knows_held = False
-        self._know(map(_storage, self._given))
-
-    def _know(self, storages: Iterable[tuple[int, int] | None]) -> None:
-        sizes = dict(filter(None, storages))
+        sizes = dict(filter(None, map(_storage, self._given)))
         self._begins = np.array(sorted(sizes), np.uint64)
         self._sizes = np.array([sizes[int(begin)] for begin in self._begins], np.uint64)
         self._views: dict[int, NDArray[np.uint8]] = {}
@@ -47,20 +42,6 @@ class GlobalMemory:
         self._each(addresses, values.dtype.itemsize * 8, values)
 
     def _each(self, addresses: NDArray[np.uint64], width: int, values: Bits | None) -> Bits:
-        try:
-            return self._in_known(addresses, width, values)
-        except AccessError:
-            if self._knows_held:
-                raise
-        self._knows_held = True
-        held = [each.flatten().numpy() for each in self._given if each.dtype == torch.int64]
-        if held:
-            numbers = np.sort(np.concatenate(held))
-            alive = filter(None, map(_storage, gc.get_objects()))
-            self._know([*map(_storage, self._given), *(each for each in alive if _holds(numbers, *each))])
-        return self._in_known(addresses, width, values)
-
-    def _in_known(self, addresses: NDArray[np.uint64], width: int, values: Bits | None) -> Bits:
         result = np.empty(len(addresses), UNSIGNED[width])
         owner = np.searchsorted(self._begins, addresses, side="right").astype(np.int64) - 1
         if bool((owner < 0).any()):
@@ -88,12 +69,6 @@ class GlobalMemory:
             raw = (ctypes.c_uint8 * size).from_address(int(self._begins[owner]))
             self._views[owner] = np.frombuffer(raw, np.uint8)
         return self._views[owner]
-
-
-def _holds(numbers: NDArray[np.int64], begin: int, size: int) -> bool:
-    """Whether one of the sorted numbers is an address of a storage."""
-    first = int(np.searchsorted(numbers, begin))
-    return first < len(numbers) and int(numbers[first]) < begin + size
 
 
 def _storage(value: object) -> tuple[int, int] | None:

@@ -1,13 +1,12 @@
 """Smallest and largest elements gathered tensor by tensor, as Triton kernels: formulas of ``qtk.numerics.extremes``.
 
-One launch a tensor, or one for many of them. The last program of a group of scales joins what the others have found
+One launch a tensor. The last program of a group of scales joins what the others have found
 with what was known before; the last of a tensor counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,29 +15,6 @@ from torch import Tensor
 
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
-from qtk.kernels.gpu.table import (
-    INNER,
-    MIDDLE,
-    PARTS_AT,
-    PROGRAMS,
-    S1,
-    S2,
-    SPLITS,
-    STEP1,
-    STEP2,
-    TICKETS,
-    TURNS,
-    Job,
-    are_aligned,
-    launches,
-    pointer,
-    row_of,
-    shared_tiling,
-    size,
-    tensor_of_program,
-    uploaded,
-    with_one_tile,
-)
 from qtk.kernels.gpu.tiles import (
     arguments,
     by_lane,
@@ -59,9 +35,6 @@ from qtk.numerics import extremes
 MOST_ELEMENTS = 1 << 31
 """Elements left out are counted in 32 bits."""
 
-X, LOW, HIGH, COUNTS, LEAST, ELEMENTS = map(tl.constexpr, range(6))
-"""The kernel's own columns of the table: addresses, then numbers."""
-
 COUNTERS = 3
 """Of a tensor, beside the tickets of its groups: its ticket, the elements left out, the groups that are broken."""
 
@@ -75,47 +48,6 @@ def extremes_kernel(
 ):
     """After the tickets of the groups there are three numbers of the launch, all 0 before and after it."""
     program = tl.program_id(0)
-    lowest, highest, sentinels = extremes_of_tiles(
-        program, x_at, bound, s1, middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT,
-        LANES,
-    )
-    add_extremes(
-        program, tl.num_programs(0), lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at,
-        least, elements, s2, step1, step2, splits, SCALES, PARTS,
-    )
-
-
-@triton.jit
-def many_extremes_kernel(
-    table_at, tensors, x_at, low_at, counts_at, tickets_at, bound,
-    ONES: tl.constexpr, SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
-    COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
-):
-    """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
-    row_at, program = row_of(table_at, tensor_of_program(table_at, tensors, MOST))
-    lowest, highest, sentinels = extremes_of_tiles(
-        program, pointer(row_at, X, x_at), bound,
-        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
-        size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
-        size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
-        SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES,
-    )
-    add_extremes(  # addresses are loaded here, so that they take no registers before
-        program, tl.load(row_at + PROGRAMS).to(tl.int32), lowest, highest, sentinels, pointer(row_at, LOW, low_at),
-        pointer(row_at, HIGH, low_at), pointer(row_at, COUNTS, counts_at), pointer(row_at, PARTS_AT, low_at),
-        tickets_at + tl.load(row_at + TICKETS), tl.load(row_at + LEAST), tl.load(row_at + ELEMENTS),
-        size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
-        size(row_at, SPLITS, ONES, SIXTEENS), SCALES, PARTS,
-    )
-
-
-@triton.jit
-def extremes_of_tiles(
-    program, x_at, bound, s1, middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """The turns of one program. Returns: smallest and largest element of each scale, and how many are left out."""
     along1, along2, exists, _ = places(program // splits, s2, step1, step2, SCALES)
     low = tl.full([LANES, SCALES] if COLUMNS else [SCALES, LANES], float("inf"), tl.float32)
     high = -low
@@ -132,7 +64,11 @@ def extremes_of_tiles(
         # 0, which lies outside of the mask, is above every bound
         left_out += sums_of_lanes(is_left_out.to(tl.int32), SCALES, REACH, COLUMNS, LANES)
     lowest, highest = ends(low, high, COLUMNS)
-    return lowest, highest, tl.sum(tl.reshape(left_out, [SCALES * LANES]), 0)
+    sentinels = tl.sum(tl.reshape(left_out, [SCALES * LANES]), 0)
+    add_extremes(
+        program, tl.num_programs(0), lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at,
+        least, elements, s2, step1, step2, splits, SCALES, PARTS,
+    )
 
 
 @triton.jit
@@ -236,56 +172,3 @@ def add_extremes_(
             x, low, high, counts, parts, tickets(x.device, tiling.groups + COUNTERS), bound, least, x.numel(),
             *arguments(tiling), splits, LANES=lanes(tiling, x), PARTS=tiling.parts(splits), **shape(tiling),
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtremesJob(Job):
-    """What is gathered into ``low``, ``high`` and ``counts``."""
-
-    bound: float
-    least: int
-    low: Tensor
-    high: Tensor
-    counts: Tensor
-
-    @property
-    def own(self) -> tuple[Tensor | int, ...]:
-        return self.x, self.low, self.high, self.counts, self.least, self.x.numel()
-
-    @property
-    def kind(self) -> tuple[Hashable, ...]:
-        tiling = self.tiling
-        return self.x.device, self.x.dtype, self.bound, tiling.columns, tiling.flat, tiling.is_aligned, tiling.shift
-
-    @property
-    def has_parts(self) -> bool:
-        return True
-
-    @property
-    def counters(self) -> int:
-        return COUNTERS
-
-
-def add_extremes_many_(
-    xs: Sequence[Tensor], block_sizes: Sequence[Sequence[int]], bounds: Sequence[float], leasts: Sequence[int],
-    lows: Sequence[Tensor], highs: Sequence[Tensor], counts: Sequence[Tensor],
-) -> None:
-    """As ``qtk.ops.extremes.add_extremes_many_``. Raises: SpecError if a tensor is empty."""
-    jobs = []
-    for x, block_size, bound, least, *state in zip(
-        xs, block_sizes, bounds, leasts, lows, highs, counts, strict=True
-    ):
-        tiling = shared_tiling(x, block_size)
-        if tiling is None or not are_aligned(x, *state):
-            add_extremes_(x, block_size, bound, least, *state)
-        else:
-            jobs.append(ExtremesJob(x, shifted(tiling, x, light=True), bound, least, *state))
-    for launched in launches(jobs):
-        jobs_of_launch = with_one_tile(launched)
-        first, table = jobs_of_launch[0], uploaded(jobs_of_launch)
-        with on_device_of(first.x):
-            run(
-                many_extremes_kernel, (table.programs,),
-                table.rows, len(launched), first.x, first.low, first.counts, tickets(first.x.device, table.tickets),
-                first.bound, LANES=lanes(first.tiling, first.x), **table.constants,
-            )

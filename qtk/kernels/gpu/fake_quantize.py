@@ -19,25 +19,21 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
-from qtk.kernels.gpu.launch import Call, keep, on_device_of, programs, repeat, run_for, tickets
+from qtk.kernels.gpu.launch import Call, keep, programs, repeat, run_on_tiles, tickets
 from qtk.kernels.gpu.row_streams import backward_rows_kernel, forward_rows_kernel, is_row_stream, launch_rows
 from qtk.kernels.gpu.tiles import (
     again,
-    arguments,
     draws_last_ticket,
-    has_tail,
     is_dense,
     lanes,
     partials,
     places,
-    shape,
     store_partials,
     sums_of_lanes,
     tail,
     tile,
 )
 from qtk.kernels.gpu.tiling import fitted, tiling_of
-from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_range
@@ -58,20 +54,7 @@ def forward_kernel(
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    forward_tiles(
-        tl.program_id(0), x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2,
-        turns, splits, ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL,
-    )
-
-
-@triton.jit
-def forward_tiles(
-    program, x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """The turns of one program, whose number among those of its tensor is ``program``."""
+    program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     grid = grid_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC, COLUMNS, not RESIDUAL)
     each = tl.cdiv(turns, splits)
@@ -96,25 +79,6 @@ def backward_kernel(
     FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    sum_of_scale, sum_clipped = backward_tiles(
-        program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
-    )
-    if SUMS:
-        store_sums(
-            again(program), sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, s2,
-            step1, step2, splits, OF_ZERO, SCALES, PARTS,
-        )
-
-
-@triton.jit
-def backward_tiles(
-    program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
-    SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
-):
-    """The turns of one program. Returns: of each scale, the sum of its gradients, and of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     grid = grid_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC, COLUMNS, False)
     of_scale = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.float32)
@@ -142,7 +106,11 @@ def backward_tiles(
                 upstream = g.to(tl.float32)
                 sum_of_scale += tl.sum(upstream * error, 1)
                 sum_clipped += tl.sum(tl.where(inside, 0.0, upstream), 1)
-    return sum_of_scale, sum_clipped
+    if SUMS:
+        store_sums(
+            again(program), sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, s2,
+            step1, step2, splits, OF_ZERO, SCALES, PARTS,
+        )
 
 
 @triton.jit
@@ -244,7 +212,7 @@ def forward(
     if is_row_stream(tiling):
         launch_rows(forward_rows_kernel, tiling, given[:3], given[3:], constants, call)
         return result, kept
-    launch(forward_kernel, x, fitted(tiling, x, result, kept), given, constants, call)
+    run_on_tiles(call, forward_kernel, fitted(tiling, x, result, kept), *given, **constants)
     return result, kept
 
 
@@ -295,17 +263,18 @@ def backward(
     constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "LANES": lanes(tiling, x, grad) if sums else 1,
                   "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:
-        launch(backward_kernel, x, tiling, (*given, scale, scale, scale, scale), constants, Call(likeness, tensors))
+        run_on_tiles(
+            Call(likeness, tensors), backward_kernel, tiling, *given, scale, scale, scale, scale, **constants
+        )
         return dx, of_scale, of_zero
     shared = (tiling.partial_results(splits), tiling.groups) if splits > 1 else NOTHING
     of_all = _shared(scale, shared)
     parts, counts = of_all or (scale, scale)  # what nobody shares is written at once
     keep(_SHARED, likeness, shared)
-    with on_device_of(x):
-        run_for(
-            Call(likeness, (*tensors, *of_all)), backward_kernel, (tiling.groups * splits,), *given, parts, of_scale,
-            of_zero, counts, *arguments(tiling), splits, TAIL=has_tail(tiling), **constants, **shape(tiling)
-        )
+    run_on_tiles(
+        Call(likeness, (*tensors, *of_all)), backward_kernel, tiling, *given, parts, of_scale, of_zero, counts,
+        **constants,
+    )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 
 
@@ -327,16 +296,12 @@ def fake_quantize_backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-
-    def reference(grad: Tensor, x: Tensor) -> Gradients:
-        gradients = straight_through.fake_quantize_backward(
-            grad, x, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
-            wants_zero_point=wants_zero_point,
-        )
-        return straight_through.empty_if_unwanted(gradients, scale)
-
-    grid = Grid(float(qmin), float(qmax))
-    return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+    wants = wants_scale, wants_zero_point
+    return backward(
+        grad, x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)), *wants,
+        lambda grad, x: straight_through.fake_quantize_backward(
+            grad, x, scale, zero_point, block_size, qmin, qmax, *wants),
+    )
 
 
 def fake_quantize_with_residual(
@@ -358,22 +323,22 @@ def fake_quantize_residual_backward(
 
     Raises: as that function.
     """
+    wants = wants_scale, wants_zero_point
 
     def reference(grad: Tensor, residual: Tensor) -> Gradients:
-        gradients = residuals.fake_quantize_backward(
-            grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
-            wants_zero_point=wants_zero_point,
-        )
-        return straight_through.empty_if_unwanted(gradients, scale)
+        return residuals.fake_quantize_backward(grad, residual, scale, zero_point, block_size, qmin, qmax, *wants)
 
     if residual.dtype == torch.int8 and (wants_scale or wants_zero_point):
         return reference(grad, residual)  # raises
     grid = Grid(float(qmin), float(qmax))
-    return backward(grad, residual, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+    return backward(grad, residual, scale, zero_point, block_size, grid, *wants, reference)
 
 
-def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+def fake_quantize_float(
+    x: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
     """As ``qtk.numerics.minifloat.fake_quantize``."""
+    format = minifloat.format_of(exponent_bits, mantissa_bits, largest)
 
     def reference(x: Tensor) -> tuple[Tensor, Tensor]:
         return (minifloat.fake_quantize(x, scale, block_size, format),) * 2
@@ -382,9 +347,11 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
 
 
 def fake_quantize_float_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype, wants_scale: bool
+    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
+    largest: float, wants_scale: bool,
 ) -> tuple[Tensor, Tensor]:
     """As ``qtk.numerics.minifloat.fake_quantize_backward``, an empty tensor for a gradient that is not wanted."""
+    format = minifloat.format_of(exponent_bits, mantissa_bits, largest)
 
     def reference(grad: Tensor, x: Tensor) -> Gradients:
         return *minifloat.fake_quantize_backward(grad, x, scale, block_size, format), scale.new_empty(0)

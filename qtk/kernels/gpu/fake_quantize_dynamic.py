@@ -16,11 +16,10 @@ from torch import Tensor
 
 from qtk.kernels.gpu.codes import SMALLEST_SCALE, grid_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.division import WIDE, limited, limited_quotient
-from qtk.kernels.gpu.launch import Call, on_device_of, repeat, run_for
+from qtk.kernels.gpu.launch import Call, on_device_of, repeat, run_for, run_on_tiles
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
 from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
-from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
 from qtk.numerics.ranges import LARGEST_REAL
 
@@ -119,19 +118,21 @@ def fake_quantize_dynamic(
     codes = float(qmin), float(qmax), largest
     width = x.shape[-1] if x.ndim else 1
     one_a_row = x.is_contiguous() and scale.numel() * width == x.numel() > width and width <= WIDEST
-    with on_device_of(x):
-        if one_a_row and tuple(block_size[:-1]) == (1,) * (x.ndim - 1):
-            wide = triton.next_power_of_2(width)
-            shift = shifted(tiling, x, result, light=True).shift
-            shift = shift if width + max(shift - 1, 0) <= wide else 0  # in twice as many lanes, half would be idle
-            together = max(1, TILE // wide)
+    if one_a_row and tuple(block_size[:-1]) == (1,) * (x.ndim - 1):
+        wide = triton.next_power_of_2(width)
+        shift = shifted(tiling, x, result, light=True).shift
+        shift = shift if width + max(shift - 1, 0) <= wide else 0  # in twice as many lanes, half would be idle
+        together = max(1, TILE // wide)
+        with on_device_of(x):
             run_for(
                 call, rows_kernel, (triton.cdiv(scale.numel(), together),),
                 x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
                 SHIFT=shift, num_warps=WARPS,
             )
-        else:
-            low, high = min_max(x, block_size, scale.numel())
-            launch(given_extremes_kernel, x, fitted(tiling, x, result), (x, result, low, high, scale, zero, *codes),
-                   {"SYMMETRIC": symmetric})
+    else:
+        low, high = min_max(x, block_size, scale.numel())
+        run_on_tiles(
+            None, given_extremes_kernel, fitted(tiling, x, result), x, result, low, high, scale, zero, *codes,
+            SYMMETRIC=symmetric,
+        )
     return result, scale, zero

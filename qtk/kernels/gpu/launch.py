@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtk.kernels.gpu.tiles import arguments, has_tail, shape
+from qtk.kernels.gpu.tiling import Tiling
+
 WAVES = 8
 """Programs per multiprocessor: enough to hide memory latency."""
 
@@ -108,6 +111,18 @@ def run_for(call: Call | None, kernel: Any, grid: tuple[int, ...], *arguments: A
         numbers = [None if isinstance(each, Tensor) else each for each in (*arguments, *rest)]
         kept = Repeatable(compiled, (*grid, 1, 1)[:3], numbers, places)
         keep(_REPEATABLE, call.likeness, kept)
+
+
+def run_on_tiles(
+    call: Call | None, kernel: Any, tiling: Tiling, x: Tensor, /, *given: Any, **constants: Any
+) -> None:
+    """As ``run_for``, on all tiles of ``x``, whose sizes are its last arguments."""
+    splits = tiling.splits(programs(x.device))
+    with on_device_of(x):
+        run_for(
+            call, kernel, (tiling.groups * splits,), x, *given, *arguments(tiling), splits, TAIL=has_tail(tiling),
+            **constants, **shape(tiling),
+        )
 
 
 def repeat(call: Call) -> bool:

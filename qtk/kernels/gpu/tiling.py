@@ -214,19 +214,19 @@ def is_amd() -> bool:
     return torch.version.hip is not None
 
 
-def tile_of(s2: int, middle: int, inner: int, columns: bool, elements: int = TILE) -> tuple[int, int]:
-    """Scales and reach of a tile of at most ``elements``, a power of two: long runs of memory, with few idle lanes.
+def tile_of(s2: int, middle: int, inner: int, columns: bool) -> tuple[int, int]:
+    """Scales and reach of a tile of at most ``TILE`` elements: long runs of memory, with few idle lanes.
 
-    >>> tile_of(64, 1, 768, False), tile_of(64, 1, 768, False, 512)
-    ((4, 1024), (1, 512))
+    >>> tile_of(64, 1, 768, False), tile_of(64, 4096, 1, True)
+    ((4, 1024), (64, 64))
     """
     if columns:
         scales = min(_power_of_two(s2), MOST_COLUMNS)
-        return scales, min(elements // scales, _power_of_two(middle))
+        return scales, min(TILE // scales, _power_of_two(middle))
     reach = min(
-        (2**power for power in range(2, elements.bit_length())), key=lambda reach: (_waste(inner, reach), -reach)
+        (2**power for power in range(2, TILE.bit_length())), key=lambda reach: (_waste(inner, reach), -reach)
     )
-    return min(elements // reach, _power_of_two(s2)), reach
+    return min(TILE // reach, _power_of_two(s2)), reach
 
 
 def _waste(length: int, reach: int) -> float:

@@ -14,7 +14,6 @@ from qtk.kernels.gpu import (
     extremes,
     fake_quantize,
     fake_quantize_dynamic,
-    fake_quantize_many,
     feedback_rounding,
     statistics,
 )
@@ -29,7 +28,7 @@ def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[st
     """Types of the arguments: pointers end in ``_at``."""
     parts = "*fp64" if kernel is candidate_errors.errors_kernel else "*fp32"
     own = {"x_at": f"*{kind}", "y_at": f"*{kind}", "g_at": f"*{kind}", "dx_at": f"*{kind}", "zero_at": "*i32",
-           "tickets_at": "*i32", "table_at": "*i64", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts}
+           "tickets_at": "*i32", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts}
     return {
         name: "constexpr" if name in constants else own.get(name, "*fp32" if name.endswith("_at") else
                                                             NUMBERS.get(name, "i32"))
@@ -53,15 +52,10 @@ def main() -> None:
          {"ASYMMETRIC": False, "RESIDUAL": 8, "SUMS": False, "OF_ZERO": False, "PARTS": 32, **integers, **many}),
         (fake_quantize.backward_kernel,
          {"ASYMMETRIC": True, "RESIDUAL": 16, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
-        (fake_quantize_many.many_forward_kernel, {"ASYMMETRIC": True, "ONES": 0, "SIXTEENS": 0, "MOST": 32, **many}),
-        (fake_quantize_many.many_backward_kernel,
-         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO_POINT": True, "ONES": 0, "SIXTEENS": 0, "MOST": 1024, "PARTS": 32,
-          **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
         (extremes.extremes_kernel, {"PARTS": 32, **many}),
-        (extremes.many_extremes_kernel, {"ONES": 0, "SIXTEENS": 0, "MOST": 32, "PARTS": 32, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
         (candidate_errors.errors_kernel,

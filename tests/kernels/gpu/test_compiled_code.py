@@ -12,11 +12,9 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parents[3]
 CHIPS = "90 H200", "gfx942 MI300X"
-STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,
-           "many": 2, "many, backward": 3, "many, backward, learned": 3, "one of many, backward, learned": 3,
-           "minifloat": 2}
-OF_ENDS = "min_max", "extremes", "many, extremes"
-WITHOUT_SUMS = "forward", "backward", "minifloat", "many", "many, backward"
+STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "minifloat": 2}
+OF_ENDS = "min_max", "extremes"
+WITHOUT_SUMS = "forward", "backward", "minifloat"
 LOADS_OF_RANGES = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 4
 """Of a scale and a zero point; Triton 3.8 writes each load twice."""
 WITH_TAIL = "forward", "backward", "backward, learned", "minifloat"
@@ -24,16 +22,12 @@ SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
 """The second has an odd number of elements, in rows of an odd length."""
 MOST = {"forward": 21.5, "backward": 25, "backward, learned": 29, "min_max": 27.5, "extremes": 46.5,
-        "many, extremes": 42, "candidate_errors": 605, "many": 34, "many, backward": 37,
-        "many, backward, learned": 29, "one of many, backward, learned": 29, "minifloat": 28}
+        "candidate_errors": 605, "minifloat": 28}
 """Instructions an element of the first shape on an H200, 20 candidates together; about a tenth more than there are."""
 MOST_OF_A_STREAM = {"forward": 13, "backward": 17, "backward, learned": 26, "min_max": 6.5, "extremes": 12,
-                    "many, extremes": 12, "candidate_errors": 335, "many": 13, "many, backward": 17,
-                    "many, backward, learned": 26, "one of many, backward, learned": 26, "minifloat": 21}
+                    "candidate_errors": 335, "minifloat": 21}
 MOST_OF_ODD_ROWS = {"forward": (36, 66), "backward": (39, 82), "backward, learned": (62, 115), "min_max": (41, 71),
-                    "extremes": (72, 121), "many, extremes": (29.5, 30.5), "candidate_errors": (1015, 1270),
-                    "many": (32, 45), "many, backward": (38, 50), "many, backward, learned": (60, 123),
-                    "one of many, backward, learned": (62, 115), "minifloat": (41, 74)}
+                    "extremes": (72, 121), "candidate_errors": (1015, 1270), "minifloat": (41, 74)}
 """Of the second shape by rows, on each chip."""
 
 
@@ -72,9 +66,9 @@ def test_nothing_is_spilled(found):
 
 def test_nor_is_it_where_registers_are_fewest(tmp_path):
     """ptxas spilled 8 bytes for one more resident block, where what is used after a loop was computed before it."""
-    calls = "backward, learned", "many, backward, learned", "one of many, backward, learned"
+    calls = ["backward, learned"]
     found = inspected(tmp_path / "code.json", "sm_80 sm_90 sm_100", ["float32"], "block16 block128", calls, SHAPES[:1])
-    assert len(found) == 3 * 2 * len(calls)
+    assert len(found) == 3 * 2
     for row in found:
         assert row["spilled"] == row["spills_a_turn"] == 0, row
 
@@ -154,7 +148,7 @@ def test_no_division_an_element_and_one_ticket_a_program(found):
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
     """A quarter of the most, of odd rows an eighth, but a third of float32 streams; what is called most often, half."""
     for row in found:
-        if row["call"] in ("forward", "min_max", "many") and row["granularity"] != "last_axis" and not is_odd(row):
+        if row["call"] in ("forward", "min_max") and row["granularity"] != "last_axis" and not is_odd(row):
             assert row["occupancy"] >= 0.5, row
         if row["kernel"].endswith("_rows_kernel"):
             assert row["occupancy"] >= (0.375 if row["kind"] == "float32" else 0.25), row
@@ -169,13 +163,3 @@ def test_instructions_are_counted_and_the_longer_of_memory_and_issue_is_the_roof
         assert row["bound"] == ("memory" if row["memory_us"] >= row["issue_us"] else "instructions"), row
         streams = STREAMS.get(row["call"], 1)
         assert row["bytes"] == streams * SIZES[row["kind"]], row
-
-
-def test_many_tensors_are_summed_in_the_layouts_of_each_alone(found):
-    """The order of a sum decides its last bits."""
-    alone, many = ({(row["chip"], row["kind"], row["granularity"]): row["sums"] for row in found if row["call"] == call}
-                   for call in ("one of many, backward, learned", "many, backward, learned"))
-    assert alone.keys() == many.keys()
-    assert all(alone.values())
-    for case, layouts in alone.items():
-        assert many[case] == layouts, case

@@ -27,12 +27,9 @@ QUICK, SLOW = "90", ("80", "100")
 
 FILES = {
     "tests/kernels/gpu/test_codes.py": "",
-    "tests/kernels/gpu/test_table.py": "",
     "tests/kernels/gpu/test_fake_quantize.py": "",
     "tests/kernels/gpu/test_row_streams.py": "",
     "tests/kernels/gpu/test_tiles.py": "",
-    "tests/kernels/gpu/test_tuned.py": "",
-    "tests/kernels/gpu/test_fake_quantize_many.py": "",
     "tests/kernels/gpu/test_fake_quantize_dynamic.py": "",
     "tests/kernels/gpu/test_candidate_errors.py": "",
     "tests/kernels/gpu/test_extremes.py": "triton or launch",

@@ -10,7 +10,6 @@ from tests.kernels import extremes_conformance
 from tests.kernels.extremes_conformance import BOUND, empty
 
 kernels = pytest.importorskip("qtk.kernels.gpu.extremes")
-recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 # of Triton's interpreter
 pytestmark = [
     pytest.mark.kernels,
@@ -26,21 +25,9 @@ def in_triton(x, block_size, bound, least, *state):
         tensor.copy_(result)
 
 
-def many_in_triton(xs, block_sizes, bounds, leasts, *states):
-    on_device = [[tensor.to(DEVICE) for tensor in column] for column in states]
-    kernels.add_extremes_many_([x.to(DEVICE) for x in xs], block_sizes, bounds, leasts, *on_device)
-    for column, results in zip(states, on_device, strict=True):
-        for tensor, result in zip(column, results, strict=True):
-            tensor.copy_(result)
-
-
 class TestTriton(extremes_conformance.Conformance):
     backend = "triton"
     add_extremes_ = staticmethod(in_triton)
-
-
-class TestManyInTriton(extremes_conformance.ManyConformance):
-    add_extremes_many_ = staticmethod(many_in_triton)
 
 
 @pytest.mark.kernels
@@ -72,31 +59,3 @@ def test_a_bound_is_rounded_to_the_kind_of_the_tensor(kind):
     in_triton(x, (), bound, 0, *found)
     assert expected[2].tolist() == found[2].tolist()
     assert int(expected[2][1]) == int((x <= bound).sum())
-
-
-@pytest.mark.medium
-def test_weights_that_are_alike_share_a_launch(monkeypatch):
-    launched = recorded(monkeypatch, kernels)
-    xs = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]
-    states = [[tensor.to(DEVICE) for tensor in empty(len(x))] for x in xs]
-    kernels.add_extremes_many_(xs, [(1, -1)] * 4, [BOUND] * 4, [0] * 4, *map(list, zip(*states, strict=True)))
-    assert launched == ["many_extremes_kernel"]
-    assert all(torch.equal(low, x.amin(1)) for x, (low, _, _) in zip(xs, states, strict=True))
-
-
-@pytest.mark.kernels
-def test_each_tensor_of_a_launch_has_counters_of_its_own(monkeypatch):
-    """The interpreter runs one program after the other, and would not see that they meet."""
-    tables = []
-    upload = kernels.uploaded
-    monkeypatch.setattr(kernels, "uploaded", lambda jobs: tables.append(upload(jobs)) or tables[-1])
-    xs = [torch.randn(rows, 400, device=DEVICE) for rows in (300, 4, 90)]
-    states = [[tensor.to(DEVICE) for tensor in empty(len(x))] for x in xs]
-    kernels.add_extremes_many_(xs, [(1, -1)] * 3, [BOUND] * 3, [0] * 3, *map(list, zip(*states, strict=True)))
-    (made,) = tables
-    ends = [0]
-    for row in made.rows.tolist():
-        groups = row[kernels.PROGRAMS.value] // row[kernels.SPLITS.value]
-        assert row[kernels.TICKETS.value] >= ends[-1]
-        ends.append(row[kernels.TICKETS.value] + groups + kernels.COUNTERS)
-    assert made.tickets >= ends[-1]
