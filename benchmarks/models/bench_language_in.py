@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from language_families import FAMILIES, OTHERS, VOCABULARY, causal
 from torch import nn
 
 import qtk
-from language_families import FAMILIES, OTHERS, VOCABULARY, causal
 from qtk.torch_private import pytree
 
 NEW, TURNS = 64, 3
@@ -123,8 +123,6 @@ def token_cells(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     sim = qtk.QuantSim(model, first, variants=[step], dynamic_shapes="all")
     sim.compute_encodings([first, step], progress=False)
     thin = sim.to_original()
-    without = qtk.QuantSim(model, {**example, "use_cache": False}, dynamic_shapes="all")
-    without.load_encodings(encodings_of(sim), strict=False)
     yield "yes" if agree(thin, thin, ids) else "no"
     quick, float_speed = tokens_per_s([thin, model], ids)
     yield f"{quick / float_speed:.2f}"

@@ -93,5 +93,19 @@ def registration_text(tree: object) -> str | None:
     name = next(iter(kinds))
     return (f"{', '.join(kinds)} {'is no pytree node' if len(kinds) == 1 else 'are no pytree nodes'}, so no graph can "
             f"take or return it; before preparing, run torch.utils._pytree.register_pytree_node({name}, "
-            "lambda value: (its tensors in a list, what else rebuilds it), lambda tensors, rest: the same value), or "
-            f"torch.export.register_dataclass({name}) if it is a dataclass")
+            "lambda value: (its tensors in a list, what else rebuilds it), lambda tensors, rest: the same value, "
+            "flatten_with_keys_fn=lambda value: ([(SequenceKey(index), tensor) …], the same rest))")
+
+
+def leaf_paths(tree: object) -> list[pytree.KeyPath]:
+    """The path to each leaf; in a class that is registered without keys, by the number of the leaf."""
+    paths: list[pytree.KeyPath] = []
+    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=_has_no_keys)[0]:
+        inside = pytree.tree_leaves(value) if _has_no_keys(value) else None
+        paths += [path] if inside is None else [(*path, pytree.SequenceKey(index)) for index, _ in enumerate(inside)]
+    return paths
+
+
+def _has_no_keys(value: object) -> bool:
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None

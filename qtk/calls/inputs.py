@@ -226,7 +226,7 @@ def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tup
     if captured is not kind or kind not in pytree.SUPPORTED_NODES:
         raise CaptureError(f"input {name} is a {kind.__name__}, the model was captured for a "
                            f"{getattr(captured, '__name__', captured)}; prepare it again with such an input, or with "
-                           "one among the variants")
+                           "one in variants")
     children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     items = [*children]
     difference = None if context == spec.context else _context_difference(spec.context, context)
@@ -234,7 +234,7 @@ def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tup
         difference = f"{len(items)} values", f"{spec.num_children}"
     if difference is not None:
         raise CaptureError(f"input {name} has {difference[0]}, the model was captured for {difference[1]}, which is "
-                           "written into the graph; prepare it again with such an input, or with one among the variants")
+                           "written into the graph; prepare it again with such an input, or with one in variants")
     return [f"{name}.{index}" for index in range(len(items))], items
 
 

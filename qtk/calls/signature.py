@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from qtk.calls.containers import leaf_paths
 from qtk.torch_private import call_structure, pytree
 
 
@@ -18,7 +19,7 @@ def input_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
         args, kwargs = pytree.tree_unflatten(_stand_ins(nodes), structure.in_spec)
         names = [name for name in structure.orig_args if name != "self"]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {_dotted(path): node for path, node in zip(_leaf_paths(arguments), nodes, strict=True)
+    return {_dotted(path): node for path, node in zip(leaf_paths(arguments), nodes, strict=True)
             if isinstance(node.meta.get("val"), Tensor)}
 
 
@@ -38,7 +39,7 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
     if structure is not None and structure.out_spec is not None:
         returned = pytree.tree_unflatten(_stand_ins(leaves), structure.out_spec)
     nodes: dict[str, fx.Node] = {}
-    for path, value in zip(_leaf_paths(returned), leaves, strict=True):
+    for path, value in zip(leaf_paths(returned), leaves, strict=True):
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor):
             name, ordinal = _path_name(path), 0
             while (unique := f"{name}_{ordinal}" if ordinal else name) in nodes:
@@ -58,20 +59,6 @@ def values_of(model: fx.GraphModule, dtype: torch.dtype) -> list[str]:
 def _stand_ins(leaves: Collection[object]) -> list[Tensor]:
     """Empty tensors in place of nodes, for containers that hold nothing but tensors."""
     return [torch.empty(0) for _ in leaves]
-
-
-def _leaf_paths(tree: object) -> list[pytree.KeyPath]:
-    """The path to each leaf; in a class that is registered without keys, by the number of the leaf."""
-    paths: list[pytree.KeyPath] = []
-    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=_has_no_keys)[0]:
-        inside = pytree.tree_leaves(value) if _has_no_keys(value) else None
-        paths += [path] if inside is None else [(*path, pytree.SequenceKey(index)) for index, _ in enumerate(inside)]
-    return paths
-
-
-def _has_no_keys(value: object) -> bool:
-    node = pytree.SUPPORTED_NODES.get(type(value))
-    return node is not None and node.flatten_with_keys_fn is None
 
 
 def _path_name(path: pytree.KeyPath) -> str:

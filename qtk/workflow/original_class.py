@@ -179,12 +179,9 @@ def _run(
     arguments = {**bound, **kwargs}
     wants_cache = arguments.get("use_cache") is not False
     taken = {name: value for name, value in arguments.items() if not _says_nothing(name, value, accepted)}
-    empty = [name for name, value in arguments.items() if is_cache(value) and not _is_filled(value)]
-    for name in empty:  # the graph takes an empty cache of the class of its example, or none
-        taken.pop(name, None)
-        example = model.examples[0].kwargs.get(name)
-        if example is not None and not _is_filled(example):
-            taken[name] = example
+    for name in [name for name, value in taken.items() if is_cache(value) and not _is_filled(value)]:
+        del taken[name]  # the graph takes an empty cache of the class of its example, or none
+    taken = {**_empty_caches(model), **taken}
     output = model(**taken)
     return output if wants_cache else _without_cache(output)
 
@@ -195,6 +192,12 @@ def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
         return value is None
     return value is None or name in FLAGS or (
         name.endswith("attention_mask") and isinstance(value, Tensor) and bool((value == 1).all()))
+
+
+def _empty_caches(model: PreparedModel) -> dict[str, Any]:
+    """The arguments of the first example that are caches of no token yet."""
+    return {name: value for name, value in model.examples[0].kwargs.items() if is_cache(value)
+            and not _is_filled(value)}
 
 
 def _is_filled(cache: object) -> bool:
