@@ -327,7 +327,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         Where parameters alone are quantized, the simulated values are its parameters, tensors of its own. Else its
         ``forward`` runs the simulation, whose parameters it shares, and its other methods are those of the class.
 
-        Raises: CaptureError, CalibrationError and VerificationError as ``qtk.workflow.original_class.to_original``.
+        Raises: CaptureError, NotCalibratedError and VerificationError as ``qtk.workflow.original_class.to_original``.
         """
         from qtk.workflow.original_class import to_original
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,16 +77,13 @@ class Skeleton:
         for path, table, name in self._names:
             full = f"{path}.{name}" if path else name
             if full not in tensors:
-                raise CaptureError(f"{full} of the original is no tensor of the prepared model; its class cannot be "
-                                   "made again")
+                raise CaptureError(f"{full} of the original is no tensor of the prepared model any more, so its class "
+                                   "cannot be made again; if its batch norms were folded, set fold_batch_norms: false "
+                                   "in the config")
             value = tensors[full]
             is_parameter = table == "_parameters" and not isinstance(value, nn.Parameter)
             vars(modules[path])[table][name] = nn.Parameter(value, value.is_floating_point()) if is_parameter else value
         return root
-
-    def names_in(self, path: str) -> Iterator[str]:
-        """The names of the tensors of the module at ``path``, without those of its submodules."""
-        return (f"{path}.{name}" if path else name for owner, _, name in self._names if owner == path)
 
 
 def _restored(root: Any, names: list[tuple[str, str, str]], reason: str) -> Skeleton:

@@ -102,6 +102,12 @@ def eval_difference(
     return _both_differences(expected, eval_outcome(prepared, *detached((args, kwargs))))
 
 
+def output_difference(a: nn.Module, b: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Largest absolute difference of outputs in eval mode. Raises: VerificationError as ``eval_difference``."""
+    outputs = [eval_outcome(model, *detached((args, kwargs))).output for model in (a, b)]
+    return _difference(*outputs)
+
+
 def train_difference(
     original: nn.Module,
     prepared: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,14 @@ from qtk.calls.call_kind import signature_of
 from qtk.calls.containers import is_cache
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
-from qtk.capture.verify_prepared import eval_difference
+from qtk.capture.verify_prepared import output_difference
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import entered, graphs, roots
-from qtk.graph.insert import QUANTIZERS, quantizer_nodes
-from qtk.graph.parameter_readers import memory_of
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
-from qtk.graph.sites import OWNER, label
 from qtk.nn.eval_mode import evaluating
-from qtk.operators.targets import attribute
-from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.quantizers.quantizer import Mode
 from qtk.torch_private import call_structure, pytree
 
 SIMULATION = "simulation"
@@ -43,7 +41,7 @@ def to_original(simulation: Simulation) -> nn.Module:
     Args:
         simulation: calibrated; left as it is.
 
-    Raises: CaptureError if the class cannot be made again; CalibrationError naming a weight without an encoding;
+    Raises: CaptureError if the class cannot be made again; NotCalibratedError naming a weight without an encoding;
         VerificationError if the result computes something else than the simulation.
     """
     model = simulation.model
@@ -51,78 +49,38 @@ def to_original(simulation: Simulation) -> nn.Module:
     skeleton = model.meta.get(SKELETON)
     if not isinstance(skeleton, Skeleton):
         raise CaptureError("the model was prepared without inputs; make the simulation from the float model itself")
-    tensors = _simulated_tensors(model, skeleton)
+    tensors = _simulated_tensors(model)
     if tensors is None:
         return _running(model, skeleton)
     made = skeleton.filled(tensors).train(model.training)
     for call in model.examples:
         try:
-            eval_difference(model, made, call.args, call.kwargs)
+            output_difference(model, made, call.args, call.kwargs)
         except VerificationError as error:
             raise VerificationError(f"{type(made).__name__} with the simulated weights computes something else than "
-                                    f"the simulation: {error}; what was rewritten in the graph (batch norms folded, "
-                                    "channels scaled) has no place in the class: set fold_batch_norms: false") from None
+                                    f"the simulation: {error}; something was rewritten in the graph alone") from None
     return made
 
 
-def _simulated_tensors(model: PreparedModel, skeleton: Skeleton) -> dict[str, Tensor] | None:
+def _simulated_tensors(model: PreparedModel) -> dict[str, Tensor] | None:
     """Name → copy of each tensor of the model, quantized where it is; ``None`` if more than parameters is quantized."""
-    held: dict[str, Tensor] = {name: value for name, value in _named_tensors(model) if QUANTIZERS not in name}
-    names: dict[object, list[str]] = {}
-    for name, value in held.items():
-        names.setdefault(memory_of(value), []).append(name)
-    readers: dict[str, set[Quantizer | None]] = {}
-    for value, owner, quantizer in _parameter_reads(model):
-        if value is None:
-            return None
-        tied = names.get(memory_of(value), [])
-        own = [name for name in tied if name in {*skeleton.names_in(owner)}]
-        for name in own or tied:
-            readers.setdefault(name, set()).add(quantizer)
-    if any(len(quantizers) > 1 for quantizers in readers.values()):
+    if any(quantizer.mode is not Mode.BYPASS and (node.all_input_nodes[0].op != "get_attr" or len(node.args) > 1)
+           for graph in graphs(model).values() for node, quantizer in quantizer_nodes(graph).items()):
         return None
-    copies: dict[object, Tensor] = {}
-    result = {}
+    readers = parameter_readers(model)
+    if any(len(several) > 1 for several in readers.values()):
+        return None
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held |= dict(model.named_buffers(remove_duplicate=False))
+    copies: dict[int, Tensor] = {}
     with torch.no_grad(), evaluating(model):
-        for name, value in held.items():
-            quantizer = next(iter(readers.get(name, ())), None)
-            key = quantizer, memory_of(value), value.storage_offset(), value.shape
-            if key not in copies:
-                simulated = value if quantizer is None else quantizer(value)
-                copies[key] = type_as(value, simulated.detach().clone())
-            result[name] = copies[key]
-    return result
-
-
-def type_as(original: Tensor, value: Tensor) -> Tensor:
-    """``value`` as a parameter, if ``original`` is one, that takes gradients as it does."""
-    return nn.Parameter(value, original.requires_grad) if isinstance(original, nn.Parameter) else value
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _parameter_reads(model: nn.Module) -> Iterator[tuple[Tensor | None, str, Quantizer | None]]:
-    """Each read of a tensor of the model: its value, the module whose code reads it, and the quantizer between.
-
-    A quantizer that reads anything else, and is not bypassed, is a read of ``None``.
-    """
-    for graph in graphs(model).values():
-        quantizers = quantizer_nodes(graph)
-        for node, quantizer in quantizers.items():
-            source = node.all_input_nodes[0]
-            if quantizer.mode is not Mode.BYPASS and (source.op != "get_attr" or len(node.all_input_nodes) > 1):
-                yield None, "", quantizer
-        for node in graph.graph.find_nodes(op="get_attr"):
-            value = attribute(graph, str(node.target))
-            if not isinstance(value, Tensor):
-                continue
-            for user in node.users:
-                between = quantizers.get(user)
-                for reader in (user,) if between is None else user.users:
-                    yield value, label(reader, OWNER) or "", between
+        for value in held.values():
+            quantizer = next(iter(readers.get(memory_of(value), ())), None)
+            if id(value) not in copies:
+                simulated = (value if quantizer is None else quantizer(value)).detach().clone()
+                is_parameter = isinstance(value, nn.Parameter)
+                copies[id(value)] = nn.Parameter(simulated, value.requires_grad) if is_parameter else simulated
+    return {name: copies[id(value)] for name, value in held.items()}
 
 
 def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
