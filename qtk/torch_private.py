@@ -145,7 +145,7 @@ def return_dict(graph: fx.Graph, results: Mapping[str, fx.Node]) -> None:
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
     """The leaves of ``value``, nested as ``structure``.
 
-    Raises: TypeError, ValueError, KeyError, IndexError or AttributeError if it is nested otherwise.
+    Raises: TypeError, ValueError, KeyError, IndexError, AttributeError or RuntimeError if it is nested otherwise.
     """
     return list(fx_pytree.tree_flatten_spec(value, structure))
 

@@ -184,7 +184,7 @@ def _leaves_by_name(
         _check_nesting(name, bound[name], spec)
     try:
         return flatten_as(structure, info.in_spec)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
         return None
 
 
@@ -215,9 +215,39 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
         kind = getattr(spec.type, "__name__", spec.type)
         raise CaptureError(f"input {name} is a {type(value).__name__}, the model was captured for a {kind}")
     else:
-        return  # a class registered by the user: pytree checks it
+        children = [*zip(*_registered_children(name, value, spec), strict=True)]
     for (path, item), item_spec in zip(children, spec.children(), strict=True):
         _check_nesting(path, item, item_spec)
+
+
+def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tuple[list[str], list[object]]:
+    """The names and values of what an instance of a registered class holds. Raises: CaptureError naming the input."""
+    kind, captured = type(value), spec.type
+    if captured is not kind or kind not in pytree.SUPPORTED_NODES:
+        raise CaptureError(f"input {name} is a {kind.__name__}, the model was captured for a "
+                           f"{getattr(captured, '__name__', captured)}; prepare it again with such an input, or with "
+                           "one in variants")
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    items = [*children]
+    difference = None if context == spec.context else _context_difference(spec.context, context)
+    if difference is None and len(items) != spec.num_children:
+        difference = f"{len(items)} values", f"{spec.num_children}"
+    if difference is not None:
+        raise CaptureError(f"input {name} has {difference[0]}, the model was captured for {difference[1]}, which is "
+                           "written into the graph; prepare it again with such an input, or with one in variants")
+    return [f"{name}.{index}" for index in range(len(items))], items
+
+
+def _context_difference(captured: object, value: object, name: str = "content") -> tuple[str, str]:
+    """The first difference of what a registered class holds beside tensors: as it is, and as it was captured."""
+    if isinstance(captured, Mapping) and isinstance(value, Mapping) and captured.keys() == value.keys():
+        pairs = [(str(key), captured[key], value[key]) for key in captured]
+    elif isinstance(captured, (list, tuple)) and isinstance(value, (list, tuple)) and len(captured) == len(value):
+        pairs = [(name, *pair) for pair in zip(captured, value, strict=True)]
+    else:
+        return f"{name} {value!r:.80}", f"{captured!r:.80}"
+    return next((_context_difference(before, after, name if key.startswith("_") or len(key) == 1 else key)
+                 for key, before, after in pairs if before != after), (f"{name} {value!r:.80}", f"{captured!r:.80}"))
 
 
 def _check_shape(name: str, shape: torch.Size, captured: torch.Size, sizes: ServedSizes) -> None:

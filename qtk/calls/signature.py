@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, fx
 
+from qtk.calls.containers import leaf_paths
 from qtk.torch_private import call_structure, pytree
 
 
@@ -13,11 +16,11 @@ def input_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
     nodes = model.graph.find_nodes(op="placeholder")
     structure, arguments = call_structure(model.graph), {str(node.target): node for node in nodes}
     if structure is not None:
-        args, kwargs = pytree.tree_unflatten(nodes, structure.in_spec)
+        args, kwargs = pytree.tree_unflatten(_stand_ins(nodes), structure.in_spec)
         names = [name for name in structure.orig_args if name != "self"]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    leaves = pytree.tree_flatten_with_path(arguments)[0]
-    return {_dotted(path): node for path, node in leaves if isinstance(node.meta.get("val"), Tensor)}
+    return {_dotted(path): node for path, node in zip(leaf_paths(arguments), nodes, strict=True)
+            if isinstance(node.meta.get("val"), Tensor)}
 
 
 def input_names(model: fx.GraphModule) -> list[str]:
@@ -31,11 +34,12 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
     The second of two equal names (of the key ``"a.b"``, and ``"b"`` inside ``"a"``) gets the suffix ``_1``.
     """
     structure = call_structure(model.graph)
-    values = model.graph.output_node().args[0]
+    values = returned = model.graph.output_node().args[0]
+    leaves = pytree.tree_leaves(values)
     if structure is not None and structure.out_spec is not None:
-        values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
+        returned = pytree.tree_unflatten(_stand_ins(leaves), structure.out_spec)
     nodes: dict[str, fx.Node] = {}
-    for path, value in pytree.tree_flatten_with_path(values)[0]:
+    for path, value in zip(leaf_paths(returned), leaves, strict=True):
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor):
             name, ordinal = _path_name(path), 0
             while (unique := f"{name}_{ordinal}" if ordinal else name) in nodes:
@@ -50,6 +54,11 @@ def values_of(model: fx.GraphModule, dtype: torch.dtype) -> list[str]:
         *output_nodes(model).items()
     ]
     return [name for name, node in named if isinstance(value := node.meta.get("val"), Tensor) and value.dtype is dtype]
+
+
+def _stand_ins(leaves: Collection[object]) -> list[Tensor]:
+    """Empty tensors in place of nodes, for containers that hold nothing but tensors."""
+    return [torch.empty(0) for _ in leaves]
 
 
 def _path_name(path: pytree.KeyPath) -> str:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtk.capture.buffer_writes import part_from_buffers
+from qtk.capture.fresh_constants import drop_empty_operands
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
@@ -72,6 +73,7 @@ def canonicalize(
         elif _takes_all(node):  # x[:]
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
+    drop_empty_operands(graph)
     swaps = recover(root, graph, original, train_only)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
     part_from_buffers(graph)

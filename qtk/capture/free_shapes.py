@@ -85,8 +85,17 @@ def free_shapes(
             return None
         return dict.fromkeys((axis for axis in range(leaf.ndim) if is_asked((numbers[id(leaf)], axis))), Dim.AUTO)
 
-    shapes: DynamicShapes = pytree.tree_map(free, bound)
+    shapes: DynamicShapes = shapes_like(bound, free)
     return shapes
+
+
+def shapes_like(tree: Any, shape_of: Callable[[object], object]) -> Any:
+    """``shape_of`` each leaf, nested as ``torch.export`` wants it: of a registered class, its children in a list."""
+    children, structure = pytree.tree_flatten(tree, is_leaf=lambda value: value is not tree)
+    if structure.is_leaf():
+        return shape_of(tree)
+    shapes = [shapes_like(child, shape_of) for child in children]
+    return pytree.tree_unflatten(shapes, structure) if structure.type in pytree.BUILTIN_TYPES else shapes
 
 
 def token_axes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Collection[LeafAxis]:
@@ -149,7 +158,7 @@ def named_axes(
     def torchs(shape: Any, value: Any, place: str) -> Any:
         """The shape of one argument, nested like ``value``, as torch takes it."""
         if shape is None:
-            return pytree.tree_map(lambda _: None, value)
+            return shapes_like(value, lambda _: None)
         if isinstance(value, Mapping):
             return {key: torchs(shape.get(key), item, f"{place}[{key!r}]") for key, item in value.items()}
         if isinstance(value, (list, tuple)):

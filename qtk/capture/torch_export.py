@@ -30,6 +30,7 @@ from qtk.capture.free_shapes import (
     token_axes,
     with_batch_of_two,
 )
+from qtk.capture.fresh_constants import settle_fresh_constants
 from qtk.capture.packed_sequences import packing_as_ops
 from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
@@ -264,6 +265,7 @@ def _export(
     with silent_torch(), lengths_stay_free(), packing_as_ops(), assigned_in_place(model):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
+        settle_fresh_constants(program.graph)
         drop_input_guards(program)  # ``check_inputs`` is ours
         functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
         return functional

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qtk.calls.calls import detached
+from qtk.calls.containers import leaf_paths
 from qtk.capture.kept_attributes import noting_changes
 from qtk.capture.train_mode.adopt_drops import adopt_drops
 from qtk.capture.train_mode.custom_backward import lost_backwards
@@ -101,6 +102,12 @@ def eval_difference(
     return _both_differences(expected, eval_outcome(prepared, *detached((args, kwargs))))
 
 
+def output_difference(a: nn.Module, b: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Largest absolute difference of outputs in eval mode. Raises: VerificationError as ``eval_difference``."""
+    outputs = [eval_outcome(model, *detached((args, kwargs))).output for model in (a, b)]
+    return _difference(*outputs)
+
+
 def train_difference(
     original: nn.Module,
     prepared: nn.Module,
@@ -187,12 +194,12 @@ def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bo
 
 
 def _difference(expected: object, actual: object, *, what: str = "output") -> float:
-    expected_leaves, structure = pytree.tree_flatten_with_path(expected)
-    actual_leaves, other = pytree.tree_flatten_with_path(actual)
+    expected_leaves, structure = pytree.tree_flatten(expected)
+    actual_leaves, other = pytree.tree_flatten(actual)
     if not _same_structure(structure, other):
         raise VerificationError(f"the outputs are built differently: {structure} became {other}")
     worst = 0.0
-    for (path, a), (_, b) in zip(expected_leaves, actual_leaves, strict=True):
+    for path, a, b in zip(leaf_paths(expected), expected_leaves, actual_leaves, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is type(b) and "__eq__" not in _members(type(a)) and hasattr(a, "__dict__"):
                 worst = max(worst, _difference(vars(a), vars(b), what=f"{what}{pytree.keystr(path)}."))

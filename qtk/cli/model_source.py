@@ -1,4 +1,4 @@
-"""The model a recipe or a command names: from timm, torchvision, the demo, or the user's own code."""
+"""The model a recipe or a command names: from timm, torchvision, the demo, a folder, or the user's own code."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
     """The model called ``spec``, with its weights, in eval mode.
 
     Args:
-        spec: ``timm:resnet18``, ``torchvision:mobilenet_v2``, ``demo:digits_cnn`` or ``module:callable``.
+        spec: ``timm:resnet18``, ``torchvision:mobilenet_v2``, ``demo:digits_cnn``, ``hf:FOLDER`` or
+            ``module:callable``.
         weights: a safetensors file, or a ``torch.save`` file with tensors only; ``pretrained``: downloaded by timm or
-            torchvision. The demo models are always trained.
+            torchvision. The demo models are always trained, and a folder has its own weights.
         where: the key in the recipe, for messages.
 
     Raises: ConfigError for an unknown model, a missing package, weights that cannot be read or do not fit.
@@ -183,10 +184,43 @@ def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
     return model
 
 
+def _hf(name: str, pretrained: bool, where: str) -> nn.Module:
+    """The model of a folder that ``save_pretrained`` of transformers wrote: safetensors, and no code of its own."""
+    transformers = _library("transformers", "hf", where)
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{where}: {name!r} is no folder with a config.json; give one that "
+                          "model.save_pretrained(folder) wrote, nothing is downloaded")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{where}: {name}: holds no *.safetensors, and other files of weights may run code when "
+                          "loaded; write it with model.save_pretrained(folder)")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        named = [getattr(transformers, each, None) for each in config.architectures or ()]
+        kind = next((each for each in named if each is not None), None)
+        if kind is None:
+            raise ConfigError(f"{where}: {name}: its config.json has the architectures {config.architectures}, and "
+                              "transformers has none of them; build the model in Python, and name that function as "
+                              "module:callable")
+        model, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {name}: cannot be loaded: {first_line(error)}") from error
+    lost = sorted(info["missing_keys"]) + sorted(map(str, info.get("mismatched_keys") or ()))
+    if lost:
+        shown = ", ".join(lost[:SHOWN]) + (f", … {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
+        raise ConfigError(f"{where}: {name}: these weights are missing in its files, or of another shape: {shown}")
+    assert isinstance(model, nn.Module)
+    return model
+
+
 SOURCES: Mapping[str, Source] = {
     "timm": Source(_timm, _timm_shape, lambda: list(import_module("timm").list_models())),
     "torchvision": Source(
         _torchvision, _torchvision_shape, lambda: list(import_module("torchvision.models").list_models())
     ),
     "demo": Source(_demo, lambda name, model: (1, 1, 8, 8), lambda: list(import_module("qtk.demo.models").DEMO_MODELS)),
+    "hf": Source(_hf, lambda name, model: None, lambda: ()),
 }

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, detached, leaves_text, raised_in
+from qtk.calls.containers import register_containers, registration_text
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
@@ -22,6 +21,7 @@ from qtk.capture.offloaded import refuse_offloaded
 from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
+from qtk.capture.skeleton import SKELETON, Skeleton
 from qtk.capture.tracing_lock import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
@@ -35,7 +35,7 @@ from qtk.nn.device import LOAD, empty_tensors, is_dry_run
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import HigherOrderOperator, pytree, register_dataclass
+from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model", "prepare_own"]
 
@@ -185,12 +185,12 @@ def _prepared(
     train_only: dict[nn.Module, bool] = {}
     is_meta = writes = False
     for call in calls:
-        notes += _register_dataclasses((call.args, call.kwargs))
+        notes += register_containers((call.args, call.kwargs))
         outcome, written, acting = _run_once(model, call.args, call.kwargs)
         train_only |= acting
         notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works "
                   "on a copy of it" for index in written]
-        notes += _register_dataclasses(outcome[0])
+        notes += register_containers(outcome.output)
         writes = writes or bool(written)
         is_meta = is_meta or any(tensor.is_meta for tensor in _tensors(model, call.args, call.kwargs))
         expected.append(outcome)
@@ -205,12 +205,14 @@ def _prepared(
         join_variants(model, graphs_of_calls, calls, expected if verify else ())
     pass_on_buffers(roots(prepared).values())
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
+    unknown = None if isinstance(prepared, PreparedGraph) else _registration(calls, expected)
+    notes += [] if unknown is None else [unknown]
     _restore_training_flags(prepared, model)
     warn_of_hooks(model, prepared)
     if is_meta:
         prepared.meta[REPORT] = replace(prepared.report, eval_difference=None)
     prepared.meta[WRITES] = writes
-    prepared.meta[EXAMPLES] = tuple(calls)
+    prepared.meta[EXAMPLES], prepared.meta[SKELETON] = tuple(calls), Skeleton(model)
     differences = [difference for difference, _ in trained]
     known = [difference for difference in differences if difference is not None]
     prepared.meta[REPORT] = replace(
@@ -278,11 +280,18 @@ def _captured(
         return captured, captured[0]
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
-            raise  # explicit dynamic shapes are those of one graph
+            text = _registration(calls, expected)  # explicit dynamic shapes are those of one graph
+            raise error if text is None else CaptureError(f"{error}\n  {text}") from error
         paths = set().union(*excluded)
         tree = capture_tree(model, calls, dynamic_shapes, error, expected=expected, excluded=paths,
                             train_only=train_only)
         return [tree] * len(calls), tree
+
+
+def _registration(calls: Sequence[Call], expected: Sequence[Outcome]) -> str | None:
+    """What to write so that torch can look into all that the calls take and return; ``None`` if it can."""
+    return registration_text([(call.args, call.kwargs, outcome.output)
+                              for call, outcome in zip(calls, expected, strict=True)])
 
 
 def _train_difference(
@@ -340,15 +349,6 @@ def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _version(leaf: object) -> int:
     """How often a tensor was written to; 0 where torch does not count."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
-
-
-def _register_dataclasses(tree: object) -> Iterator[str]:
-    """Lets ``torch.export`` look into the dataclasses of ``tree``. Yields: a note for each type."""
-    for leaf in pytree.tree_leaves(tree):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            if register_dataclass(type(leaf)):  # once for all its instances
-                yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
-            yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _unregistered(model: nn.Module) -> Iterator[str]:

@@ -18,8 +18,8 @@ MODULE_OF = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
 WITH_TORCH = {"triton"}
 """What PyTorch installs where it can be used."""
 
-BY_NAME = {"timm"}
-"""What is imported under a name that the user gives: ``timm:resnet18``."""
+BY_NAME = {"timm", "transformers"}
+"""What is imported under a name that the user gives: ``timm:resnet18``, ``hf:FOLDER``."""
 
 LOWERINGS = {"torchao", "executorch"}
 """What lowers an exported program; users import it."""

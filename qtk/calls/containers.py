@@ -1,0 +1,110 @@
+"""Containers of tensors among the arguments and results of a model: caches, dataclasses, classes of the user.
+
+Torch looks into a class that is registered as a pytree node. What it does not know is one opaque value, and a graph has
+no place for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import MappingProxyType
+
+from torch import Tensor, nn
+
+from qtk.torch_private import pytree, register_dataclass
+
+TRANSFORMERS = "transformers"
+"""The package whose caches are registered by its own function, where it is loaded; it is never loaded for that."""
+
+PER_CLASS = ("exporters.exporter_dynamo", "register_pytree_node")
+"""Module and name of its function for any class of caches."""
+
+OF_CLASS = MappingProxyType({
+    "DynamicCache": ("integrations.executorch", "register_dynamic_cache_export_support"),
+})
+"""Class of caches → its function for that class alone, in versions without the other."""
+
+
+def register_containers(tree: object) -> Iterator[str]:
+    """Lets torch look into the dataclasses and the caches of ``transformers`` in ``tree``. Yields: a note for each."""
+    for leaf in pytree.tree_leaves(tree):
+        kind = type(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            if register_dataclass(kind):  # once for all its instances
+                yield f"{kind.__name__} is now known to torch's pytree as a dataclass"
+            yield from register_containers([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif is_cache(leaf) and _register_cache(kind):
+            yield f"{kind.__name__} is now known to torch's pytree, by {TRANSFORMERS}' own function"
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is a cache of ``transformers``, or of a class derived from one."""
+    library = sys.modules.get(TRANSFORMERS)
+    base = getattr(library, "Cache", None)
+    return isinstance(base, type) and isinstance(value, base)
+
+
+def _register_cache(kind: type) -> bool:
+    """Registers a class of caches. Returns: whether there was a function for it."""
+    names = [base.__name__ for base in kind.__mro__]
+    for module, function in (PER_CLASS, *(OF_CLASS[name] for name in names[:1] if name in OF_CLASS)):
+        try:
+            register: Callable[..., object] = getattr(import_module(f"{TRANSFORMERS}.{module}"), function)
+        except (ImportError, AttributeError):
+            continue
+        register(kind) if (module, function) == PER_CLASS else register()
+        return True
+    return False
+
+
+def unregistered(tree: object) -> dict[str, type]:
+    """Name → class of the values in ``tree`` that hold tensors and that torch cannot look into.
+
+    >>> class Memory:
+    ...     def __init__(self):
+    ...         self.keys = torch.zeros(2)
+    >>> list(unregistered({"memory": Memory(), "x": torch.zeros(2)}))
+    ['Memory']
+    """
+    kinds: dict[str, type] = {}
+    for leaf in pytree.tree_leaves(tree):
+        if not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf) and _holds_tensors(leaf):
+            kinds.setdefault(type(leaf).__qualname__, type(leaf))
+    return kinds
+
+
+def _holds_tensors(value: object, depth: int = 4) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    held = [leaf for leaf in pytree.tree_leaves(getattr(value, "__dict__", None)) if leaf is not value]
+    return any(isinstance(leaf, Tensor) for leaf in held) or (
+        depth > 0 and any(_holds_tensors(leaf, depth - 1) for leaf in held if not isinstance(leaf, nn.Module)))
+
+
+def registration_text(tree: object) -> str | None:
+    """How to register the classes in ``tree`` that torch cannot look into; ``None`` if there are none."""
+    kinds = unregistered(tree)
+    if not kinds:
+        return None
+    name = next(iter(kinds))
+    return (f"{', '.join(kinds)} {'is no pytree node' if len(kinds) == 1 else 'are no pytree nodes'}, so no graph can "
+            f"take or return it; before preparing, run torch.utils._pytree.register_pytree_node({name}, "
+            "lambda value: (its tensors in a list, what else rebuilds it), lambda tensors, rest: the same value, "
+            "flatten_with_keys_fn=lambda value: ([(SequenceKey(index), tensor) …], the same rest))")
+
+
+def leaf_paths(tree: object) -> list[pytree.KeyPath]:
+    """The path to each leaf; in a class that is registered without keys, by the number of the leaf."""
+    paths: list[pytree.KeyPath] = []
+    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=_has_no_keys)[0]:
+        inside = pytree.tree_leaves(value) if _has_no_keys(value) else None
+        paths += [path] if inside is None else [(*path, pytree.SequenceKey(index)) for index, _ in enumerate(inside)]
+    return paths
+
+
+def _has_no_keys(value: object) -> bool:
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None

@@ -1,0 +1,49 @@
+"""Constants that the code of a model makes anew in each call, ``torch.tensor([])``, as an exported program has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+ATEN = torch.ops.aten
+LIFT, DETACH_, CLONE, CAT = ATEN.lift_fresh_copy.default, ATEN.detach_.default, ATEN.clone.default, ATEN.cat.default
+
+
+def settle_fresh_constants(graph: fx.Graph) -> None:
+    """Makes each fresh constant a clone. Changes ``graph``.
+
+    Torch detaches it in place, which leaves its values as they are, and alone would have the program functionalized:
+    that takes as long as the export.
+    """
+    for node in graph.find_nodes(op="call_function", target=DETACH_):
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.target in (LIFT, CLONE):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=LIFT):
+        node.target = CLONE
+
+
+def drop_empty_operands(graph: fx.Graph) -> None:
+    """Drops the operands of shape [0] of concatenations, which torch skips: an empty cache. Changes ``graph``."""
+    for node in graph.find_nodes(op="call_function", target=CAT):
+        operands = node.args[0]
+        if not isinstance(operands, (list, tuple)):
+            continue
+        kept = [operand for operand in operands if not _is_empty(operand)]
+        if len(kept) == 1 and isinstance(kept[0], fx.Node) and _kind(kept[0]) == _kind(node):
+            node.replace_all_uses_with(kept[0])
+            graph.erase_node(node)
+        elif 1 < len(kept) < len(operands):
+            node.args = (kept, *node.args[1:])
+
+
+def _is_empty(operand: object) -> bool:
+    value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+    return isinstance(value, Tensor) and value.ndim == 1 and type(value.shape[0]) is int and value.shape[0] == 0
+
+
+def _kind(node: fx.Node) -> tuple[object, ...]:
+    """Dtype and number of axes: an operand that is skipped may still promote the dtype."""
+    value = node.meta.get("val")
+    return (value.dtype, value.ndim) if isinstance(value, Tensor) else ()
