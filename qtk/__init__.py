@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMES",
     "TRANSFORMS",
     "BitAssignment",
+    "Divergence",
     "Encoding",
     "Mode",
     "PerBlock",
@@ -58,9 +59,11 @@ __all__ = [
     "check_target",
     "correct_bias",
     "distillation_loss",
+    "divergence",
     "dtype",
     "equalize_model",
     "fold_batch_norms",
+    "perplexity",
     "prepare_model",
     "quantize",
     "reestimate_batch_norms",
@@ -71,6 +74,7 @@ _MODULE_OF = {
     "METHODS": "qtk.layerwise.methods",
     "TRANSFORMS": "qtk.workflow.transforms",
     "BitAssignment": "qtk.auto.bit_assignment",
+    "Divergence": "qtk.report.divergence",
     "QatSchedule": "qtk.training.qat_schedule",
     "Quantized": "qtk.auto.quantize",
     "TargetCheck": "qtk.workflow.check_target",
@@ -84,8 +88,10 @@ _MODULE_OF = {
     "check_target": "qtk.workflow.check_target",
     "correct_bias": "qtk.workflow.layerwise_methods",
     "distillation_loss": "qtk.algorithms.distillation",
+    "divergence": "qtk.workflow.divergence",
     "equalize_model": "qtk.workflow.equalize",
     "fold_batch_norms": "qtk.workflow.fold_batch_norms",
+    "perplexity": "qtk.workflow.perplexity",
     "quantize": "qtk.auto.quantize",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
 }
@@ -98,14 +104,17 @@ if TYPE_CHECKING:
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
     from qtk.layerwise.methods import METHODS
+    from qtk.report.divergence import Divergence
     from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target
+    from qtk.workflow.divergence import divergence
     from qtk.workflow.equalize import equalize_model
     from qtk.workflow.export import EXPORTERS
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
+    from qtk.workflow.perplexity import perplexity
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
     from qtk.workflow.smooth_quant import apply_smooth_quant
     from qtk.workflow.transforms import TRANSFORMS
