@@ -27,6 +27,7 @@ from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
 from qtk.data.forward_pass import Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
+from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
@@ -235,7 +236,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
-        state_codes: bool = False,
+        state_codes: bool = False, tokenizer: Tokenizer | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -266,6 +267,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             state_codes: take and return ``states`` in ``model.onnx`` as their integer codes, which a loop hands on as
                 they are: of 8 bits a quarter of the bytes. Which output an input is next, and the encodings, stand in
                 the file.
+            tokenizer: its files are written beside those of ``compressed_tensors``, by its ``save_pretrained``.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
             the model, the names are not one for each output, a state has no codes, or a file read back differs from the
@@ -274,7 +276,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         from qtk.workflow.export import export
 
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check, output_names=output_names, state_codes=state_codes)
+               opset=opset, run=check, output_names=output_names, state_codes=state_codes, tokenizer=tokenizer)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,
