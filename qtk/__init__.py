@@ -67,6 +67,7 @@ __all__ = [
     "prepare_model",
     "quantize",
     "reestimate_batch_norms",
+    "round_scales",
 ]
 
 _MODULE_OF = {
@@ -94,6 +95,7 @@ _MODULE_OF = {
     "perplexity": "qtk.workflow.perplexity",
     "quantize": "qtk.auto.quantize",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
+    "round_scales": "qtk.workflow.round_scales",
 }
 """Public names beside the core, each with the module that is imported when the name is first used."""
 
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
     from qtk.workflow.perplexity import perplexity
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+    from qtk.workflow.round_scales import round_scales
     from qtk.workflow.smooth_quant import apply_smooth_quant
     from qtk.workflow.transforms import TRANSFORMS
 else:

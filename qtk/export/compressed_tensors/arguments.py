@@ -15,7 +15,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerTensor, PerToken
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.numerics.matrix_axes import MatrixAxes
-from qtk.numerics.scale_formats import LARGEST_E4M3
+from qtk.numerics.scale_formats import tensor_scale_of
 
 BITS = (4, 8)
 FP8, FP4 = DTYPES["fp8_e4m3"], DTYPES["fp4_e2m1"]
@@ -112,23 +112,13 @@ def scale_matrices(scale: Tensor, spec: QuantSpec, axes: MatrixAxes, shape: Sequ
 
 
 def global_scale(scale: Tensor) -> Tensor:
-    """The divisor of NVFP4 scales: ``scale ≈ e4m3 / divisor``, of the largest scale at which all are E4M3 numbers.
+    """The divisor of NVFP4 scales: ``scale ≈ e4m3 / divisor``, the inverse of the scale of the tensor.
 
     Shape: ``scale`` any; result [1], float32.
 
     Raises: Unsuited if the scales are no E4M3 numbers times one float32 scale.
     """
-    numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().flip(0)
-    for number in numbers[numbers <= LARGEST_E4M3]:
-        unit = scale.max() / number
-        for step in range(-2, 3):
-            tensor_scale = _neighbour(unit, step)
-            small = (scale / tensor_scale).to(torch.float8_e4m3fn).float()
-            if torch.equal(small * tensor_scale, scale):
-                return (1.0 / tensor_scale).reshape(1)
-    raise Unsuited("has scales that are no E4M3 numbers times one scale of the tensor")
-
-
-def _neighbour(value: Tensor, steps: int) -> Tensor:
-    """The float32 so many steps above, or below."""
-    return (value.reshape(1).view(torch.int32) + steps).view(torch.float32)[0]
+    unit = tensor_scale_of(scale)
+    if unit is None:
+        raise Unsuited("has scales that are no E4M3 numbers times one scale of the tensor")
+    return (1.0 / unit).reshape(1)

@@ -54,9 +54,17 @@ def quantization_config(layers: Sequence[StoredLayer], in_float: Iterable[str]) 
         config_groups=schemes, format=getattr(stored, "value", stored), ignore=sorted(set(in_float)),
         quantization_status=quantization.QuantizationStatus.COMPRESSED,
     ).model_dump(mode="json")
-    if any(layer.is_transposed for layer in layers):
-        config["dequantize"] = True  # modules that are no nn.Linear: transformers reads these so alone
+    if any(_is_dequantized(layer) for layer in layers):
+        config["dequantize"] = True
     return {**config, "version": str(library().__version__)}
+
+
+def _is_dequantized(layer: StoredLayer) -> bool:
+    """Whether transformers reads a layer alone when it dequantizes it as it loads: others are no ``nn.Linear``, or have
+    packed zero points, for which its modules have no room (seen in 5.24). Quantized inputs are lost so.
+    """
+    weights, inputs = layer.scheme.weights, layer.scheme.input_activations
+    return layer.is_transposed or (inputs is None and not weights.symmetric and weights.strategy != "tensor")
 
 
 def _targets(layers: Sequence[StoredLayer]) -> list[str]:

@@ -19,15 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
-from qtk.export.compressed_tensors.arguments import scale_matrices, signed_shift
+from qtk.export.compressed_tensors.arguments import global_scale, scale_matrices, signed_shift
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
 from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.numerics.codes import codes_of, values_of
+from qtk.quantizers.quantizer import Quantizer
 
 STATE_FILE, CONFIG_FILE = checkpoint.STATE_FILE, config.CONFIG_FILE
 
@@ -74,6 +76,8 @@ def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -
     for layer in stored:
         tensors |= {f"{layer.path}.{end}".lstrip("."): tensor for end, tensor in layer.tensors.items()}
     _warn_of_rounded_scales(layers)
+    _warn_of_siblings(layers)
+    _warn_of_what_transformers_loads(layers)
     checkpoint.write(tensors, folder)
     dtype = next(iter(layers.quantized.values())).weight.dtype
     config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder)
@@ -204,3 +208,41 @@ def _warn_of_rounded_scales(layers: Layers) -> None:
         warnings.warn(f"scales of {len(rounded)} layers ({rounded[0].name}, …) are rounded to {dtype}, the dtype of "
                       f"the model, in the file; qtk.round_scales(sim) before the export rounds those of the simulation, "
                       "which is then the file exactly", stacklevel=2)
+
+
+def _warn_of_siblings(layers: Layers) -> None:
+    """Warns of layers that read the same value, which servers fuse (queries, keys and values), and are not alike."""
+    siblings: dict[object, list[QuantizedLayer]] = {}
+    for layer in layers.quantized.values():
+        siblings.setdefault(layer.reads, []).append(layer)
+    for members in siblings.values():
+        first, others = members[0], members[1:]
+        for other in others:
+            if (other.encoding.spec, _spec(other.inputs)) != (first.encoding.spec, _spec(first.inputs)):
+                warnings.warn(f"{first.name} and {other.name} read the same value and are quantized in different ways; "
+                              "servers that fuse them (queries, keys and values; gate and up) refuse the file: give "
+                              "them the same setting", stacklevel=3)
+            elif other.encoding.spec.scale_format is ScaleFormat.E4M3 and not torch.equal(
+                    global_scale(first.encoding.scale), global_scale(other.encoding.scale)):
+                warnings.warn(f"{first.name} and {other.name} read the same value and have other scales of the tensor, "
+                              "of which servers that fuse them take one; run qtk.round_scales(sim) before the export",
+                              stacklevel=3)
+
+
+def _warn_of_what_transformers_loads(layers: Layers) -> None:
+    """Warns of what servers load and transformers (seen in 5.24) does not, or otherwise."""
+    every = layers.quantized.values()
+    if any(layer.encoding.spec.scale_format is ScaleFormat.E4M3 and layer.weight.dtype != torch.bfloat16
+           for layer in every):
+        warnings.warn("transformers makes bfloat16 of NVFP4 weights and does not run them in a model of another dtype; "
+                      "simulate and export model.bfloat16()", stacklevel=3)
+    lost = [layer.name for layer in every if layer.inputs is not None
+            and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
+    if lost:
+        warnings.warn(f"transformers loads {lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''} with inputs in "
+                      "float, for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
+                      stacklevel=3)
+
+
+def _spec(quantizer: Quantizer | None) -> QuantSpec | None:
+    return None if quantizer is None else quantizer.spec

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, input_arguments, weight_arguments
+from qtk.graph.float_root import float_root
 from qtk.graph.flow import Flow, is_result
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_called, quantizer_nodes
@@ -41,6 +42,7 @@ class QuantizedLayer:
         axes: which of its axes count matrices, outputs and inputs.
         encoding: its encoding.
         inputs: the quantizer of what it is multiplied with; ``None``: that is float.
+        reads: the float value that is; of the first use.
     """
 
     name: str
@@ -48,6 +50,7 @@ class QuantizedLayer:
     axes: MatrixAxes
     encoding: Encoding
     inputs: Quantizer | None
+    reads: fx.Node
 
     @property
     def path(self) -> str:
@@ -120,7 +123,7 @@ def _layer(
     name = names.get(memory_of(weight), "")
     if not layout.stack and name.rpartition(".")[2] != "weight":
         raise Unsuited("is not the weight of a module")
-    layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0])
+    layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0], float_root(flow, uses[0].data))
     weight_arguments(encoding, layout, tuple(weight.shape))
     if activations[0] is not None:
         input_arguments(activations[0].spec)
