@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMES",
     "TRANSFORMS",
     "BitAssignment",
+    "Divergence",
     "Encoding",
     "LayerwiseOptions",
     "Mode",
@@ -59,12 +60,15 @@ __all__ = [
     "check_target",
     "correct_bias",
     "distillation_loss",
+    "divergence",
     "dtype",
     "equalize_model",
     "fold_batch_norms",
+    "perplexity",
     "prepare_model",
     "quantize",
     "reestimate_batch_norms",
+    "round_scales",
 ]
 
 _MODULE_OF = {
@@ -72,6 +76,7 @@ _MODULE_OF = {
     "METHODS": "qtk.layerwise.methods",
     "TRANSFORMS": "qtk.workflow.transforms",
     "BitAssignment": "qtk.auto.bit_assignment",
+    "Divergence": "qtk.report.divergence",
     "LayerwiseOptions": "qtk.layerwise.options",
     "QatSchedule": "qtk.training.qat_schedule",
     "Quantized": "qtk.auto.quantize",
@@ -86,10 +91,13 @@ _MODULE_OF = {
     "check_target": "qtk.workflow.check_target",
     "correct_bias": "qtk.workflow.layerwise_methods",
     "distillation_loss": "qtk.algorithms.distillation",
+    "divergence": "qtk.workflow.divergence",
     "equalize_model": "qtk.workflow.equalize",
     "fold_batch_norms": "qtk.workflow.fold_batch_norms",
+    "perplexity": "qtk.workflow.perplexity",
     "quantize": "qtk.auto.quantize",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
+    "round_scales": "qtk.workflow.round_scales",
 }
 """Public names beside the core, each with the module that is imported when the name is first used."""
 
@@ -101,15 +109,19 @@ if TYPE_CHECKING:
     from qtk.auto.quantize import Quantized, quantize
     from qtk.layerwise.methods import METHODS
     from qtk.layerwise.options import LayerwiseOptions
+    from qtk.report.divergence import Divergence
     from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target
+    from qtk.workflow.divergence import divergence
     from qtk.workflow.equalize import equalize_model
     from qtk.workflow.export import EXPORTERS
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
+    from qtk.workflow.perplexity import perplexity
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+    from qtk.workflow.round_scales import round_scales
     from qtk.workflow.smooth_quant import apply_smooth_quant
     from qtk.workflow.transforms import TRANSFORMS
 else:

@@ -23,6 +23,7 @@ from qtk.core.width import FROM_CONFIG, Width
 from qtk.data.forward_pass import Batch, Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
+from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
@@ -318,7 +319,7 @@ class QuantSim(Settled):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
-        state_codes: bool = False,
+        state_codes: bool = False, tokenizer: Tokenizer | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``.
 
@@ -333,7 +334,7 @@ class QuantSim(Settled):
         from qtk.workflow.export import export
 
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check, output_names=output_names, state_codes=state_codes)
+               opset=opset, run=check, output_names=output_names, state_codes=state_codes, tokenizer=tokenizer)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.auto.choices import Choices
 from qtk.auto.ladder import DYNAMIC, ladder
 from qtk.auto.latency import WholeLatency
+from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.auto.trial_log import Measured, TrialLog
 from qtk.config.load import load_config
@@ -50,7 +51,7 @@ class Quantized(NamedTuple):
 @public
 def quantize(
     model: nn.Module, data: Iterable[Batch], *, target: str | Path | Mapping[str, object] | QuantConfig = "onnxruntime",
-    evaluate: Evaluate | None = None, max_drop: float = 0.01, example_inputs: ExampleInputs | None = None,
+    evaluate: Evaluate | Literal["perplexity", "kl"] | None = None, max_drop: float = 0.01, example_inputs: ExampleInputs | None = None,
     weight_bits: Width = FROM_CONFIG, activation_bits: Width = FROM_CONFIG, scheme: str = "min_max",
     forward: Forward | None = None, num_batches: int | None = None, holdout: float = 0.2,
     valid: Valid | None = None, time_limit: float | None = None,
@@ -87,7 +88,9 @@ def quantize(
         data: batches to calibrate with, a few hundred samples; the last ``holdout`` of them judge.
         target: a shipped target, or a config's path.
         evaluate: from a model to its metric; ``None``: the drop is the error of the outputs on the held-out batches,
-            Σ (simulated - float)² / Σ float², so that 0.01 is an SQNR of 20 dB.
+            Σ (simulated - float)² / Σ float², so that 0.01 is an SQNR of 20 dB. Of language models ``perplexity`` on
+            the held-out batches, or ``kl``, the divergence of their distributions from the float model's in nats per
+            token; by how much these rise is the drop.
         max_drop: the drop of the metric that is small enough.
         example_inputs: inputs the model runs on; ``None``: the first batch, which needs ``forward=None``.
         weight_bits: width of weights, as for ``QuantSim``.
@@ -125,6 +128,8 @@ def quantize(
     builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, batches[:-held_out], forward, valid,
                            _dynamic(config, weight_bits, activation_bits))
     judge = FloatOutputs(prepared, batches[-held_out:], forward, valid)
+    if isinstance(evaluate, str):
+        evaluate = token_metric(evaluate, prepared, batches[-held_out:], forward, valid)
     metric = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
     in_float = math.nan if evaluate is None else _metric(evaluate, prepared, "the float model")
     settings = {

@@ -65,6 +65,11 @@ class PreparedModel(nn.Module):
         assert isinstance(report, PrepareReport)
         return replace(report, covered=coverage(self))
 
+    @property
+    def original_type(self) -> type | None:
+        """The class of the model that was captured; ``None`` where it is not known."""
+        return None
+
     def train(self: Model, mode: bool = True) -> Model:
         """As torch's, but for batch norms that a ``QatSchedule`` has frozen; the first time warns of what the original
         does in train mode and this model does not.
@@ -158,6 +163,12 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         return args, kwargs
 
     @property
+    def original_type(self) -> type | None:
+        """As ``PreparedModel``."""
+        attributes = self.meta.get(ATTRIBUTES)
+        return None if attributes is None else attributes.kind
+
+    @property
     def sizes(self) -> ServedSizes:
         """What is known of the sizes it serves, besides the shapes of its placeholders."""
         sizes: ServedSizes = self.meta.get(SIZES, ServedSizes())
@@ -242,6 +253,11 @@ class PreparedTree(PreparedModel):
             self._buffers = dict(parent.named_buffers(recurse=False))
         else:
             self.__dict__.update({name: parent.__dict__[name] for name in MODULE_TABLES})
+
+    @property
+    def original_type(self) -> type | None:
+        """As ``PreparedModel``."""
+        return type(self._parent)
 
     @runs_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,10 +26,22 @@ class Evaluation:
     name: str
     function: Callable[..., object]
 
-    def __call__(self, outputs: Iterable[object], labels: Iterable[object]) -> float:
-        """The value of the metric. Raises: ConfigError if the function fails or does not return a number."""
+    higher_is_better: ClassVar[bool] = True
+
+    def __call__(
+        self, outputs: Iterable[object], labels: Iterable[object], references: Iterable[object] | None = None
+    ) -> float:
+        """The value of the metric.
+
+        Args:
+            outputs: of the model, batch by batch.
+            labels: likewise.
+            references: outputs of the float model; ``None``: these are.
+
+        Raises: ConfigError if the function fails or does not return a number.
+        """
         try:
-            value = self.function(list(zip(outputs, labels, strict=True)))
+            value = self.function(self._items(outputs, labels, outputs if references is None else references))
         except ConfigError:
             raise
         except RAISED as error:
@@ -40,11 +52,24 @@ class Evaluation:
             raise ConfigError(f"evaluation {self.name}: returned a {type(value).__name__}; it must return a number")
         return float(value)
 
+    def _items(
+        self, outputs: Iterable[object], labels: Iterable[object], references: Iterable[object]
+    ) -> Sequence[tuple[object, ...]]:
+        """What the function gets."""
+        return list(zip(outputs, labels, strict=True))
+
 
 def evaluation(name: str) -> Evaluation:
-    """The metric ``top1``, or a user's ``module:callable``. Raises: ConfigError if it cannot be imported."""
+    """The metric ``top1``, ``perplexity`` or ``kl``, or a user's ``module:callable``.
+
+    Raises: ConfigError if it cannot be imported.
+    """
     if name == "top1":
         return Evaluation(name, top1)
+    from qtk.cli.token_evaluation import TOKEN_EVALUATIONS  # loaded here: it is an evaluation itself
+
+    if name in TOKEN_EVALUATIONS:
+        return TOKEN_EVALUATIONS[name]
     function = imported(name, where="evaluation")
     return Evaluation(name.rpartition(":")[2], function)
 

@@ -156,14 +156,16 @@ class Run:
         self, setting: Setting, folder: Path, reference: _Pass, measure: Evaluation, held_out: Batches
     ) -> Score:
         def metric(model: nn.Module) -> float:
-            return measure(self._pass(model, held_out, setting.name, like=reference).outputs, reference.labels)
+            value = measure(self._pass(model, held_out, setting.name, like=reference).outputs, reference.labels,
+                            reference.outputs)
+            return value if measure.higher_is_better else -value
 
         metric.__name__ = measure.name
         sim, account = self.calibrated(setting, metric)
         self.exported(sim, setting, folder)
         simulated = self._pass(sim.model, held_out, setting.name, like=reference)
         score = Score(
-            measure(simulated.outputs, reference.labels),
+            measure(simulated.outputs, reference.labels, reference.outputs),
             outputs_sqnr_db(reference.outputs, simulated.outputs, simulated.counted),
             _onnx_size_bytes(folder),
         )
@@ -178,7 +180,7 @@ class Run:
         exported = [nested_like(*pair) for pair in zip(simulated.outputs, run.outputs, strict=True)]
         return replace(
             score,
-            onnxruntime_value=measure(exported, reference.labels),
+            onnxruntime_value=measure(exported, reference.labels, reference.outputs),
             onnxruntime_agreement=agreement(simulated.outputs, exported, simulated.counted),
             runtime=runner.runtime,
         )

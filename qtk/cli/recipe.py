@@ -89,8 +89,8 @@ class Automatic(_Part):
     """``qtk.quantize``: what reaches ``max_drop`` is found by trials, judged by the evaluation data.
 
     Args:
-        max_drop: by how much the metric may be below that of the float model; for ``qtk export``, which evaluates
-            nothing, the error of the outputs.
+        max_drop: by how much the metric may be below that of the float model (perplexity and divergence: above it);
+            for ``qtk export``, which evaluates nothing, the error of the outputs.
         time_limit: seconds for a model, after which no further trial begins.
     """
 
@@ -141,7 +141,8 @@ class Recipe(_Part):
         config: a shipped target, a file, or the configuration itself.
         scheme: how ranges are found.
         settings: widths to try, in the order of the results.
-        evaluation: ``top1``, or ``module:callable`` from pairs (output, label) to a number.
+        evaluation: ``top1``; of language models ``perplexity``, or ``kl``, the divergence from the float model, with
+            token ids as labels; or ``module:callable`` from pairs (output, label) to a number.
         exports: formats to write for each model and setting.
         report: write ``report.html`` for each model and setting, a page to look at.
         onnx_for: the settings that ``onnx`` is written for; all, if left out.

@@ -34,6 +34,8 @@ class Match(Frozen):
             product, that reads it too gets it as it would be without the rule.
         has_weight: they multiply with a parameter (``true``), or do not (``false``).
         adapter: they belong to an adapter (LoRA: ``s · B (A x)`` beside a product of x with more weights), or do not.
+        lm_head: they are the head of a language model, a product with as many outputs as an embedding of the model has
+            rows and no other product with weights behind it, or are not.
     """
 
     op: Names = ()
@@ -41,11 +43,13 @@ class Match(Frozen):
     feeds: Names = ()
     has_weight: StrictBool | None = None
     adapter: StrictBool | None = None
+    lm_head: StrictBool | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
-        if not self.op and not self.path and not self.feeds and self.has_weight is None and self.adapter is None:
-            raise ValueError("a match needs op, path, feeds, has_weight or adapter; to match everything write "
+        if not self.op and not self.path and not self.feeds and all(
+                each is None for each in (self.has_weight, self.adapter, self.lm_head)):
+            raise ValueError("a match needs op, path, feeds, has_weight, adapter or lm_head; to match everything write "
                              "path: '*'")
         return self
 

@@ -33,6 +33,11 @@ class PlainAttributes:
         self._values = {name: value for name, value in own.items() if name != "training" and _is_data(value)}
         self._others = own.keys() - self._values.keys()
 
+    @property
+    def kind(self) -> type:
+        """The class of the module."""
+        return self._type
+
     def __deepcopy__(self, memo: dict[int, object]) -> PlainAttributes:
         return self
 

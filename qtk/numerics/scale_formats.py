@@ -117,6 +117,25 @@ def float8(amax: Tensor, tensor_amax: Tensor, largest: float = 6.0) -> tuple[Ten
     return small * tensor_scale, tensor_scale
 
 
+def tensor_scale_of(scale: Tensor) -> Tensor | None:
+    """The float32 scale of the tensor by which all of its NVFP4 scales are E4M3 numbers: the smallest such, if any.
+
+    Shape: ``scale`` float32, any; result [].
+
+    >>> scale, tensor_scale = float8(torch.tensor([26.8, 2.7, 0.3]), torch.tensor(26.8))
+    >>> torch.equal(tensor_scale_of(scale), tensor_scale)
+    True
+    """
+    numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).flip(0)
+    largest = scale.max()
+    for number in numbers.to(scale.device):
+        for step in (0, -1, 1, -2, 2):  # the quotient is rounded
+            unit = ((largest / number).reshape(1).view(torch.int32) + step).view(torch.float32)[0]
+            if torch.equal((scale / unit).to(torch.float8_e4m3fn).to(torch.float32) * unit, scale):
+                return unit
+    return None
+
+
 def integer_multiples(scale: Tensor, axis: int, *, bits: int) -> tuple[Tensor, Tensor]:
     """LPBQ scales: integers 1…2^bits times one float32 scale along ``axis``.
 

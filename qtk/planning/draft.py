@@ -27,6 +27,7 @@ from qtk.planning.adapters import adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
+from qtk.planning.language_heads import language_heads
 from qtk.planning.patterns import PatternMatch, match_patterns
 from qtk.planning.recurrent_profiles import DEFAULT, Profile, profiled
 from qtk.planning.rules import Matchable, OpDecisions, Rules, to_spec
@@ -76,11 +77,12 @@ class Draft:
         float_outputs: why the graph's outputs stay in float; ``None`` if they need not.
         profile: how the values of a recurrent cell are quantized, where the graph is inside one.
         is_island: whether the graph is called by the model's own Python.
+        vocabularies: the numbers of rows of the model's embeddings.
     """
 
     def __init__(
         self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None, *, float_outputs: str | None = None,
-        profile: Profile = DEFAULT, is_island: bool = False,
+        profile: Profile = DEFAULT, is_island: bool = False, vocabularies: frozenset[int] = frozenset(),
     ) -> None:
         self.graph = graph
         self.rules = rules
@@ -95,6 +97,7 @@ class Draft:
         self._is_island = is_island
         self.feeds = Feeds(graph, self.flow, self.formulas, is_island=is_island)
         self._adapters = adapter_ops(graph, self.flow)
+        self._heads = language_heads(graph, self.flow, vocabularies)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
         self._matchables: dict[fx.Node, Matchable] = {}
@@ -131,7 +134,8 @@ class Draft:
             formula = self.formulas.get(op)
             kind = formula.kind if formula is not None else None
             self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind,
-                                             in_adapter=op in self._adapters, in_island=self._is_island)
+                                             in_adapter=op in self._adapters, is_lm_head=op in self._heads,
+                                             in_island=self._is_island)
         return self._matchables[op]
 
     def parts(self, composite: fx.Node) -> list[Matchable]:

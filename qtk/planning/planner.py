@@ -56,6 +56,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, label, ports, value_site
 from qtk.operators.op_table import OP_NAMES, PYTHON, op_name
 from qtk.planning.draft import Draft
+from qtk.planning.language_heads import vocabularies
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
 from qtk.planning.plan_composites import plan_composites
@@ -103,7 +104,9 @@ def plan(
     graphs = roots(model)
     io = config.io if "" in graphs else Io()  # inputs and outputs of islands are not those of the model
     is_island = "" not in graphs
-    drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island) for graph in graphs.values()]
+    words = vocabularies(graph.graph for graph in graphs.values())
+    drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island, vocabularies=words)
+              for graph in graphs.values()]
     for draft in drafts:
         _refuse_other_numbers(draft)
         run_passes(draft)

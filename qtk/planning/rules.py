@@ -39,6 +39,7 @@ class Matchable:
         feeds: the names of the ops that its value feeds.
         kind: the op kind to match it as; ``None``: its own.
         in_adapter: whether it belongs to an adapter.
+        is_lm_head: whether it is the head of a language model.
         part: name of one of its parts, which rules may match by a path of its own; ``""``: all of it.
         parameter: name of one of the parameters of this part, which rules may match as a path too.
         in_island: whether the model's own Python calls the graph, and makes its inputs.
@@ -49,6 +50,7 @@ class Matchable:
     feeds: frozenset[str] = frozenset()
     kind: str | None = None
     in_adapter: bool = False
+    is_lm_head: bool = False
     part: str = ""
     parameter: str = ""
     in_island: bool = False
@@ -164,6 +166,7 @@ def matches(rule: Rule, op: Matchable) -> bool:
         and (not rule.match.op or any(name in rule.match.op for name in op.names))
         and (not rule.match.path or any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path))
         and rule.match.adapter in (None, op.in_adapter)
+        and rule.match.lm_head in (None, op.is_lm_head)
         and rule.match.has_weight in (None, bool(not is_input(op.node) and op.flow.weight_ports(op.node)))
     )
 
@@ -174,7 +177,9 @@ def wanted(rule: Rule) -> str:
     wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
     wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
     wants += [] if rule.match.has_weight is None else [f"has_weight {str(rule.match.has_weight).lower()}"]
-    wants += [] if rule.match.adapter is None else [f"adapter {str(rule.match.adapter).lower()}"]
+    for name in ("adapter", "lm_head"):
+        said = getattr(rule.match, name)
+        wants += [] if said is None else [f"{name} {str(said).lower()}"]
     return " and ".join(wants)
 
 

@@ -33,7 +33,8 @@ from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export import compressed_tensors, encodings_json, pt2e
+from qtk.export import encodings_json, pt2e
+from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
@@ -81,6 +82,7 @@ def export(
     run: bool = True,
     output_names: Sequence[str] | None = None,
     state_codes: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -106,6 +108,7 @@ def export(
         run: run ONNX files on the example inputs, if ONNX Runtime is installed; warns of what departs.
         output_names: names of the outputs of the ONNX file, in order; ``None``: see ``output_nodes``.
         state_codes: whether the ONNX file takes and returns states as their codes.
+        tokenizer: its files are written into the folder of a language model.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -117,9 +120,14 @@ def export(
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if "onnx" in exporters:
         exporters["onnx"] = partial(_onnx, opset=opset, run=run, output_names=output_names, state_codes=state_codes)
-    for name, value in (("opset", opset), ("output_names", output_names), ("state_codes", state_codes or None)):
-        if value is not None and "onnx" not in exporters:
-            raise ExportError(f"{name}={value} has no effect on the formats {', '.join(exporters)}; add 'onnx' or "
+    if "compressed_tensors" in exporters:
+        exporters["compressed_tensors"] = partial(_compressed_tensors, tokenizer=tokenizer)
+    for name, value, format in (("opset", opset, "onnx"), ("output_names", output_names, "onnx"),
+                                ("state_codes", state_codes or None, "onnx"),
+                                ("tokenizer", tokenizer, "compressed_tensors")):
+        if value is not None and format not in exporters:
+            shown = value if format == "onnx" else f"a {type(value).__name__}"
+            raise ExportError(f"{name}={shown} has no effect on the formats {', '.join(exporters)}; add {format!r} or "
                               f"leave {name} out")
     check()
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
@@ -316,14 +324,18 @@ def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
             pt2e.compare_with_simulation(file, graph)
 
 
-def _compressed_tensors(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def _compressed_tensors(
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: Tokenizer | None = None
+) -> None:
+    from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
+
     others = [type(step).__name__ for step in steps_of(simulation.model) if not isinstance(step, ScaleParameter)]
     if others:
         raise ExportError(f"a transform has changed the ops of the model ({', '.join(dict.fromkeys(others))}), and who "
                           "loads a compressed-tensors file runs the original's; make the simulation without it")
-    compressed_tensors.export(simulation.model, folder)
-    with _read_back(folder / compressed_tensors.STATE_FILE):
-        compressed_tensors.compare_with_simulation(folder, simulation.model)
+    checkpoint.export(simulation.model, folder, tokenizer)
+    with _read_back(folder / checkpoint.STATE_FILE):
+        checkpoint.compare_with_simulation(folder, simulation.model)
 
 
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:

@@ -33,7 +33,7 @@ RULES = (
     Rule(r"\bqparams\b", "scale and zero_point"),
     Rule(r"\b(bitwidth|bit_width|bw)\b", "bits", (
         "qtk/aimet/schema_0_6_1.py", "qtk/aimet/schema_1_0_0.py", "qtk/config/aimet.py")),
-    Rule(r"\bgroup_size\b", "block_size", ("qtk/export/compressed_tensors.py",)),
+    Rule(r"\bgroup_size\b", "block_size", ("qtk/export/compressed_tensors/arguments.py",)),
     Rule(r"\bacting (scale|zero point)|acting_(scale|zero_point)", "effective scale, effective_zero_point"),
     Rule(r"\bmade_up_for\b|\b(make|makes|made|making) up for\b",
          "block-coordinate descent, refine_jointly; error propagated to the remaining columns"),

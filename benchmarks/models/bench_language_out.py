@@ -1,0 +1,127 @@
+"""What transformers loads of exported language models, against the simulation: schemes x families, tiny and random.
+
+    pip install 'qtk[llm]'; python benchmarks/models/bench_language_out.py [--families llama gpt2] [--dtype bfloat16]
+
+A cell is the largest difference of the logits of the reloaded folder from those of the simulation; in brackets that of
+the float model, which says what a difference would be. ``refused`` is followed by qtk's reason, ``error`` by the loader's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+import qtk
+
+LAYERS = {"op": ["linear", "addmm", "grouped_matmul"]}
+BLOCKS = {"granularity": "per_block", "block_size": 32, "remainder": "float"}
+SCHEMES: dict[str, dict[str, object]] = {
+    "W4A16 g32": {"extends": "vllm_w4a16", "rules": [{"match": {"path": "*"}, "weight": BLOCKS, "optional": True}]},
+    "W4A16 g32 asymmetric": {"extends": "vllm_w4a16", "rules": [
+        {"match": LAYERS, "weight": {**BLOCKS, "symmetric": False, "bits": 4}, "optional": True},
+        {"match": {"lm_head": True}, "weight": "float", "optional": True},
+        {"match": {"feeds": ["topk"]}, "weight": "float", "optional": True}]},
+    "W8A16 channel": {"extends": "vllm_w8a8", "activation_bits": None},
+    "W8A8 per token": {"extends": "vllm_w8a8"},
+    "W8A8 static": {"extends": "vllm_w8a8", "rules": [{"match": LAYERS, "input": {
+        "granularity": "per_tensor", "dynamic": False, "narrow_range": False}, "optional": True}]},
+    "FP8 per token": {"extends": "vllm_fp8"},
+    "FP8 static": {"extends": "vllm_fp8", "rules": [{"match": LAYERS, "input": {
+        "granularity": "per_tensor", "dynamic": False}, "optional": True}]},
+    "NVFP4 A16": {"extends": "vllm_nvfp4"},
+}
+COMMON = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", COMMON),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**COMMON, "head_dim": 16}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**COMMON, "head_dim": 16, "sliding_window": 16}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**COMMON, "num_local_experts": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
+        "vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0}),
+}
+
+
+def built(family: str, dtype: torch.dtype) -> torch.nn.Module:
+    import transformers
+
+    kind, config, arguments = FAMILIES[family]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**arguments)).to(dtype).eval()
+
+
+def tokens(seed: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(1, 200, (2, 24), generator=generator), "use_cache": False}
+
+
+def reloaded(folder: Path, batch: dict[str, object], like_kernels: bool) -> torch.Tensor:
+    """The logits of what transformers loads; with scales of int8 tokens as servers' kernels have them, if asked."""
+    import transformers
+    from compressed_tensors.quantization.lifecycle import forward as lifecycle
+
+    original = lifecycle.compute_dynamic_scales_and_zp
+
+    def as_kernels(value, args, module, global_scale=None):
+        scale, zero_point = original(value=value, args=args, module=module, global_scale=global_scale)
+        return (value.abs().amax(-1, keepdim=True) / 127 if args.type == "int" else scale), zero_point
+
+    if like_kernels:
+        lifecycle.compute_dynamic_scales_and_zp = as_kernels
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            return model(**batch).logits
+    finally:
+        lifecycle.compute_dynamic_scales_and_zp = original
+
+
+def cell(prepared, model, scheme: dict[str, object], folder: Path) -> str:
+    scheme = dict(scheme)
+    width = {"activation_bits": scheme.pop("activation_bits")} if "activation_bits" in scheme else {}
+    batch = tokens(2)
+    try:
+        sim = qtk.QuantSim(prepared, tokens(0), config={"version": 1, **scheme}, **width)
+        sim.compute_encodings([tokens(0), tokens(1)], progress=False)
+        qtk.round_scales(sim)
+        sim.export(folder, formats="compressed_tensors")
+    except qtk.QtkError as error:
+        return f"refused: {' '.join(str(error).split())[-250:]}"
+    with torch.no_grad():
+        expected, in_float = sim.model(**batch).logits, model(**batch).logits
+    scale = float((expected - in_float).abs().max())
+    try:
+        shown = f"{float((reloaded(folder, batch, False) - expected).abs().max()):.2g}"
+        if any(each.spec.dynamic and each.spec.dtype.name == "int8" for each in sim.quantizers.values()):
+            shown += f", with the kernels' scales {float((reloaded(folder, batch, True) - expected).abs().max()):.2g}"
+    except Exception as error:  # whatever the loader raises
+        shown = f"error: {type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    return f"{shown} ({scale:.2g})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
+    parser.add_argument("--dtype", default="float32")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for family in arguments.families:
+        model = built(family, getattr(torch, arguments.dtype))
+        prepared = qtk.prepare_model(model, tokens(0), dynamic_shapes="all")
+        for name in arguments.schemes:
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"{family:8} {name:22} {cell(prepared, model, SCHEMES[name], Path(folder) / 'out')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

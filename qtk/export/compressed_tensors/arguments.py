@@ -1,0 +1,124 @@
+"""Specs as arguments of the library's ``QuantizationArgs``, and the numbers of weights in the library's shapes.
+
+Codes are signed: those of an unsigned format less ``2^(bits - 1)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.core.dtypes import DTYPES, FloatDtype
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import WHOLE, PerTensor, PerToken
+from qtk.core.spec import QuantSpec, ScaleFormat
+from qtk.numerics.matrix_axes import MatrixAxes
+from qtk.numerics.scale_formats import tensor_scale_of
+
+BITS = (4, 8)
+FP8, FP4 = DTYPES["fp8_e4m3"], DTYPES["fp4_e2m1"]
+NVFP4_LENGTH = 16
+
+
+class Unsuited(Exception):  # noqa: N818  it is a reason
+    """The reason why the format cannot hold a value."""
+
+
+def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...]) -> dict[str, object]:
+    """How a weight is quantized, or each matrix of a stack.
+
+    A weight [in, out], as Hugging Face's ``Conv1D`` has, is described in blocks of ``block`` x 1.
+
+    Raises: Unsuited if the format has no such codes or scales.
+    """
+    spec = encoding.spec
+    scale = scale_matrices(encoding.scale, spec, axes, shape)
+    _, outputs, blocks = scale.shape
+    (columns,) = (shape[axis] for axis in axes.columns)
+    arguments = {**_number_format(spec), "symmetric": spec.symmetric, "dynamic": False}
+    if spec.scale_format is ScaleFormat.E4M3:
+        if axes.outputs[0] > axes.columns[0] or columns != blocks * NVFP4_LENGTH:
+            raise Unsuited(f"has scales {spec.granularity}; nvfp4 has one for each {NVFP4_LENGTH} inputs")
+        return {**arguments, "strategy": "tensor_group", "group_size": NVFP4_LENGTH,
+                "scale_dtype": torch.float8_e4m3fn}
+    if spec.scale_format is not None:
+        raise Unsuited(f"has scales stored as {spec.scale_format.value}")
+    if isinstance(spec.granularity, PerTensor):
+        return {**arguments, "strategy": "tensor"}
+    (rows,) = (shape[axis] for axis in axes.outputs)
+    if outputs != rows:
+        raise Unsuited(f"has scales {spec.granularity}, not one for each output")
+    if axes.outputs[0] > axes.columns[0] and not axes.stack:
+        return {**arguments, "strategy": "block", "block_structure": [columns // blocks, 1]}
+    if blocks == 1:
+        return {**arguments, "strategy": "channel"}
+    return {**arguments, "strategy": "group", "group_size": columns // blocks}
+
+
+def input_arguments(spec: QuantSpec) -> dict[str, object]:
+    """How the input of a layer is quantized.
+
+    Raises: Unsuited if the format, or a server's kernels, have no such codes or scales.
+    """
+    arguments = {**_number_format(spec), "symmetric": spec.symmetric, "dynamic": spec.dynamic}
+    if spec.dtype.bits != FP8.bits:
+        raise Unsuited(f"is an activation of {spec.dtype}; servers have int8 and fp8_e4m3")
+    if spec.dynamic and spec.symmetric and not isinstance(spec.dtype, FloatDtype) and not spec.narrow_range:
+        raise Unsuited("is an activation with scales max(|max| / 127, |min| / 128), where servers' kernels have "
+                       "max|x| / 127: add narrow_range: true to its setting")
+    if not spec.dynamic and spec.narrow_range:
+        raise Unsuited("is an activation that never has the lowest code, which kernels do use: take narrow_range: true "
+                       "out of its setting")
+    match spec.granularity:
+        case PerTensor():
+            return {**arguments, "strategy": "tensor"}
+        case PerToken():
+            return {**arguments, "strategy": "token"}
+    raise Unsuited(f"is an activation with scales {spec.granularity}; servers have per_tensor and per_token")
+
+
+def _number_format(spec: QuantSpec) -> dict[str, object]:
+    if spec.dtype in (FP8, FP4) and (spec.dtype == FP8 or spec.scale_format is ScaleFormat.E4M3):
+        return {"num_bits": spec.dtype.bits, "type": "float"}
+    if isinstance(spec.dtype, FloatDtype) or spec.dtype.bits not in BITS:
+        raise Unsuited(f"has {spec.dtype} codes")
+    if spec.reduced_range:
+        raise Unsuited("has codes -64…64, a range for x86: take reduced_range out of its setting")
+    return {"num_bits": spec.dtype.bits, "type": "int"}
+
+
+def signed_shift(spec: QuantSpec) -> int:
+    """What codes of a format are larger by than those of the signed one, as which they are stored."""
+    return 0 if spec.dtype.signed else 1 << (spec.dtype.bits - 1)
+
+
+def scale_matrices(scale: Tensor, spec: QuantSpec, axes: MatrixAxes, shape: Sequence[int]) -> Tensor:
+    """Scales, or zero points, of a weight for each matrix, output and block of inputs.
+
+    Shape: ``scale`` the qparam shape of ``shape``; result [matrices, outputs, blocks], of length 1 where all share one.
+
+    Raises: Unsuited if outputs or inputs are counted by several axes.
+    """
+    if len(axes.outputs) != 1 or len(axes.columns) != 1 or axes.parts != 1:
+        raise Unsuited("has outputs or inputs along several axes")
+    if isinstance(spec.granularity, PerTensor):
+        return scale.reshape(1, 1, 1)
+    sizes = spec.granularity.block_size(len(shape))
+    counts = [1 if size == WHOLE else length // size for length, size in zip(shape, sizes, strict=True)]
+    matrices = scale.reshape(counts).permute(*axes.stack, *axes.outputs, *axes.columns)
+    return matrices.reshape(-1, *matrices.shape[-2:])
+
+
+def global_scale(scale: Tensor) -> Tensor:
+    """The divisor of NVFP4 scales: ``scale ≈ e4m3 / divisor``, the inverse of the scale of the tensor.
+
+    Shape: ``scale`` any; result [1], float32.
+
+    Raises: Unsuited if the scales are no E4M3 numbers times one float32 scale.
+    """
+    unit = tensor_scale_of(scale)
+    if unit is None:
+        raise Unsuited("has scales that are no E4M3 numbers times one scale of the tensor")
+    return (1.0 / unit).reshape(1)

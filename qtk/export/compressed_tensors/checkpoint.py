@@ -1,0 +1,175 @@
+"""The tensors of a checkpoint: those of quantized layers as the library stores them, all others as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qtk.errors import ExportError
+from qtk.export.compressed_tensors.arguments import (
+    global_scale,
+    input_arguments,
+    scale_matrices,
+    signed_shift,
+    weight_arguments,
+)
+from qtk.export.compressed_tensors.layers import QuantizedLayer
+from qtk.export.compressed_tensors.library import compressed, scheme_of
+from qtk.export.compressed_tensors.original import Original
+from qtk.graph.insert import QUANTIZERS
+from qtk.graph.parameter_readers import memory_of
+from qtk.numerics.codes import codes_of, values_of
+
+STATE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SCALES = ("weight_scale", "input_scale")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredLayer:
+    """One layer in a checkpoint.
+
+    Args:
+        path: of its module there.
+        scheme: the library's, without targets.
+        tensors: by the end of their names, ``weight_packed``, ``weight_scale`` and so on, as the library stores them.
+        is_transposed: whether its weight is [in, out].
+    """
+
+    path: str
+    scheme: Any
+    tensors: dict[str, Tensor]
+    is_transposed: bool = False
+
+
+def stored_layers(layer: QuantizedLayer, original: Original | None) -> list[StoredLayer]:
+    """The layers of a checkpoint that a quantized weight becomes: one, or one for each expert and projection.
+
+    Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
+    """
+    encoding, shape = layer.encoding.to(torch.device("cpu")), tuple(layer.weight.shape)
+    weights = weight_arguments(encoding, layer.axes, shape)
+    inputs = None if layer.inputs is None else input_arguments(layer.inputs.spec)
+    scheme = scheme_of(weights, inputs, [])
+    value = values_of(codes_of(layer.weight.cpu(), encoding), encoding)
+    scale = scale_matrices(encoding.scale, encoding.spec, layer.axes, shape)
+    zero_point = None if encoding.zero_point is None else (
+        scale_matrices(encoding.zero_point, encoding.spec, layer.axes, shape) - signed_shift(encoding.spec))
+    numbers = {"weight": value, "weight_scale": scale, "weight_zero_point": zero_point}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for end, number in numbers.items():
+        if number is not None:
+            for name, part in by_layer(layer, number, end, original).items():
+                parts.setdefault(name, {})[end] = part
+    return [_stored(name, part, scheme, layer) for name, part in parts.items()]
+
+
+def _is_transposed(layer: QuantizedLayer) -> bool:
+    """Whether the weight has its inputs before its outputs."""
+    return layer.axes.outputs[0] > layer.axes.columns[0]
+
+
+def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: Original | None) -> dict[str, Tensor]:
+    """Name of each layer's weight in the checkpoint → its part of a weight, or of its scales or zero points.
+
+    Shape: ``number`` as the weight where ``end`` is ``weight``, else as from ``scale_matrices``; of the results the
+    axes in the order of the weight's.
+
+    Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
+    """
+    if end != "weight" and _is_transposed(layer):
+        number = number.mT
+    if not layer.axes.stack:
+        name = layer.name if original is None else next(iter(original.stored({layer.name: layer.weight})))
+        return {name: number if end == "weight" else number[0]}
+    if end != "weight" and number.numel() == 1:
+        number = number.expand(layer.weight.shape[layer.axes.stack[0]], *layer.weight.shape[1:])
+    parts = {layer.name: number} if original is None else original.stored({layer.name: number})
+    if layer.name in parts or not all(part.ndim == 2 and name.endswith(".weight") for name, part in parts.items()):
+        kind = "this model" if original is None else type(original.module).__name__
+        raise ExportError(f"{layer.name} holds the weights of {layer.weight.shape[layer.axes.stack[0]]} experts, and "
+                          f"checkpoints of {kind} have no names for them one by one; leave it in float by a rule "
+                          "{match: {op: grouped_matmul}, weight: float}, or export another format")
+    return parts
+
+
+def _stored(name: str, part: Mapping[str, Tensor], scheme: Any, layer: QuantizedLayer) -> StoredLayer:
+    weights = scheme.weights
+    tensors = {"weight": part["weight"].contiguous(), "weight_scale": part["weight_scale"].contiguous()}
+    if weights.strategy == "tensor":
+        tensors["weight_scale"] = tensors["weight_scale"].flatten()[:1].clone()
+    if "weight_zero_point" in part:
+        zero_point = part["weight_zero_point"].to(torch.int8).contiguous()
+        tensors["weight_zero_point"] = zero_point.flatten()[:1].clone() if weights.strategy == "tensor" else zero_point
+    if weights.strategy == "tensor_group":
+        divisor = global_scale(layer.encoding.scale.cpu())
+        tensors |= {"weight_global_scale": divisor, "weight_scale": tensors["weight_scale"] * divisor}
+    tensors = compressed(tensors, scheme)
+    if layer.inputs is not None and not layer.inputs.spec.dynamic:
+        encoding = layer.inputs.encoding
+        assert encoding is not None
+        tensors["input_scale"] = encoding.scale.cpu().reshape(1)
+        if encoding.zero_point is not None:
+            shifted = encoding.zero_point.cpu() - signed_shift(encoding.spec)
+            tensors["input_zero_point"] = shifted.to(torch.int8).reshape(1)
+    kind = layer.weight.dtype
+    tensors = {end: each.to(kind) if end in SCALES and each.dtype == torch.float32 else each
+               for end, each in tensors.items()}
+    return StoredLayer(name.removesuffix("weight").removesuffix("."), scheme, tensors,
+                       is_transposed=_is_transposed(layer) and not layer.axes.stack)
+
+
+def other_tensors(model: nn.Module, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor]:
+    """The state_dict of the float model without the weights of ``layers``; a tied tensor once.
+
+    Raises: ExportError if another name has the memory of one of these weights.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if QUANTIZERS not in name.split(".")}
+    packed = {memory_of(tensor): name for name, tensor in state.items() if name in layers}
+    tensors: dict[str, Tensor] = {}
+    held: dict[object, set[object]] = {}
+    for name, tensor in state.items():
+        owner = packed.get(memory_of(tensor), name)
+        if name not in layers and owner != name:
+            raise ExportError(f"{name} shares the memory of {owner}, which compressed-tensors holds as codes for that "
+                              "layer alone; give it a weight of its own before QuantSim, or export another format")
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        views = held.setdefault(memory_of(tensor), set())
+        if name not in layers and (view not in views or not tensor.numel()):  # a tied tensor is stored once
+            tensors[name] = tensor.clone() if views else tensor.contiguous()
+        views.add(view)
+    return tensors
+
+
+def write(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Writes shards of at most 5 GB, with an index if there are several.
+
+    Raises: ExportError if a file cannot be written.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # which transformers needs too
+
+    split = split_torch_state_dict_into_shards(tensors)
+    try:
+        for file, names in split.filename_to_tensors.items():
+            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, among others
+        raise ExportError(f"cannot write {folder}: {error}") from error
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all shards. Raises: OSError, SafetensorError or ValueError for files that are none."""
+    if not (folder / INDEX_FILE).is_file():
+        return load_file(folder / STATE_FILE)
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    return {name: tensor for file in dict.fromkeys(index["weight_map"].values())
+            for name, tensor in load_file(folder / file).items()}

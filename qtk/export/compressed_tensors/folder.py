@@ -1,0 +1,248 @@
+"""Writes a simulated language model as a folder that transformers, vLLM and SGLang load, reads it back and compares.
+
+``model.safetensors``, or shards with an index, hold the state_dict of the float model under the names that checkpoints
+of its class have, with the library's tensors in place of each quantized weight; scales are in the dtype of the model.
+``config.json`` is the model's own with a ``quantization_config``; ``generation_config.json`` and the files of a
+tokenizer lie beside it. A model that is not one of transformers has the ``quantization_config`` alone in its config.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from qtk.core.spec import QuantSpec, ScaleFormat
+from qtk.errors import ExportError
+from qtk.export.compressed_tensors import checkpoint, config
+from qtk.export.compressed_tensors.arguments import global_scale, scale_matrices, signed_shift
+from qtk.export.compressed_tensors.checkpoint import StoredLayer
+from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
+from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
+from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.tokenizer import Tokenizer
+from qtk.numerics.codes import codes_of, values_of
+from qtk.quantizers.quantizer import Quantizer
+
+STATE_FILE, CONFIG_FILE = checkpoint.STATE_FILE, config.CONFIG_FILE
+
+TWO_BITS = 2.0**-22
+"""The last two bits of a float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadLayer:
+    """The numbers of a layer in a checkpoint.
+
+    Args:
+        codes: of the weight, less their zero points.
+        scale: of the weight; of NVFP4 divided by the global scale.
+        zero_point: of the weight, signed; ``None`` if symmetric.
+        input_scale: of a static input.
+        input_zero_point: likewise, signed.
+        scale_tolerance: by how much a scale of the weight may differ, relatively.
+
+    Shape: ``codes`` as the weight, float32; scales and zero points as the library stores them, unpacked.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+    scale_tolerance: float = 0.0
+
+
+def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Writes a simulated model of which linear layers alone are quantized.
+
+    Warns where scales are rounded to the dtype of the model.
+
+    Raises: ExportError naming the sites that the format cannot hold; if the library is missing; if a file cannot be
+        written.
+    """
+    library()
+    layers, original = layers_of(model), Original.of(model)
+    stored = [each for layer in layers.quantized.values() for each in checkpoint.stored_layers(layer, original)]
+    tensors = checkpoint.other_tensors(model, layers.quantized)
+    tensors = tensors if original is None else original.stored(tensors)
+    for layer in stored:
+        tensors |= {f"{layer.path}.{end}".lstrip("."): tensor for end, tensor in layer.tensors.items()}
+    _warn_of_rounded_scales(layers)
+    _warn_of_siblings(layers)
+    _warn_of_what_transformers_loads(layers)
+    checkpoint.write(tensors, folder)
+    dtype = next(iter(layers.quantized.values())).weight.dtype
+    config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+def read(folder: Path) -> dict[str, ReadLayer]:
+    """Path of each quantized layer → its numbers in files that ``export`` wrote.
+
+    Raises: ExportError if a file is missing or malformed.
+    """
+    try:
+        tensors, schemes = checkpoint.read(folder), config.read(folder)
+        named = {target: scheme for scheme in schemes.values() for target in scheme.targets}
+        by_path: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            path, _, end = name.rpartition(".")
+            by_path.setdefault(path, {})[end] = tensor
+        return {path: _read(own, _scheme(path, named)) for path, own in by_path.items() if "weight_scale" in own}
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
+
+
+def compare_with_simulation(folder: Path, model: nn.Module) -> None:
+    """Reads the files back and compares codes, scales and zero points with the simulation.
+
+    The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
+    differ in their last two bits.
+
+    Raises: ExportError naming the layer of the first difference.
+    """
+    found, original = read(folder), Original.of(model)
+    expected = {path: numbers for layer in layers_of(model).quantized.values()
+                for path, numbers in _simulated(layer, original).items()}
+    if found.keys() != expected.keys():
+        raise ExportError(f"{sorted(found.keys() ^ expected.keys())[0]} is in one of file and simulation alone")
+    for path, layer in found.items():
+        if not _equal(layer, expected[path]):
+            raise ExportError(f"{path or 'weight'}: its scales, zero points or integers are not those of the simulation")
+
+
+def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:
+    """Path of each layer in the checkpoint → its numbers in the simulation, scales in the dtype of the model."""
+    encoding, dtype = layer.encoding.to(torch.device("cpu")), layer.weight.dtype
+    middle = encoding.spec.middle_code if encoding.zero_point is None else encoding.zero_point
+    zero = torch.as_tensor(middle).expand(encoding.scale.shape)
+    unit = replace(encoding, scale=torch.ones_like(encoding.scale))
+    unshifted = values_of(codes_of(layer.weight.cpu(), encoding), unit)
+    own_input = None if layer.inputs is None else layer.inputs.encoding
+    input_scale = None if own_input is None else own_input.scale.cpu().to(dtype).float()
+    input_zero_point = None if own_input is None or own_input.zero_point is None else (
+        own_input.zero_point.cpu() - signed_shift(own_input.spec))
+    codes = checkpoint.by_layer(layer, unshifted, "weight", original)
+    is_stored = encoding.spec.scale_format is None
+    scales = checkpoint.by_layer(layer, _matrices(layer, encoding.scale.to(dtype).float() if is_stored
+                                                  else encoding.scale), "weight_scale", original)
+    zeros: dict[str, Tensor] = {} if encoding.zero_point is None else checkpoint.by_layer(
+        layer, _matrices(layer, zero - signed_shift(encoding.spec)), "weight_zero_point", original)
+    return {name.removesuffix("weight").removesuffix("."): ReadLayer(
+        codes[name], scales[name], zeros.get(name), input_scale, input_zero_point) for name in codes}
+
+
+def _matrices(layer: QuantizedLayer, numbers: Tensor) -> Tensor:
+    return scale_matrices(numbers, layer.encoding.spec, layer.axes, tuple(layer.weight.shape))
+
+
+def _read(tensors: dict[str, Tensor], scheme: Any) -> ReadLayer:
+    scale, divisor, inputs = (tensors.get(f"{each}_scale") for each in ("weight", "weight_global", "input"))
+    assert scale is not None
+    return ReadLayer(
+        codes_of_stored(tensors, scheme), scale.float() if divisor is None else scale.float() / divisor,
+        zero_points_of_stored(tensors, scheme), None if inputs is None else inputs.float(),
+        tensors.get("input_zero_point"), 0.0 if divisor is None else TWO_BITS,
+    )
+
+
+def _scheme(path: str, schemes: Mapping[str, Any]) -> Any:
+    """The scheme of a layer: of the first target that is its path or a pattern of it, else of all linear layers.
+
+    Raises: LookupError if there is none.
+    """
+    for target, scheme in schemes.items():
+        if target == path or (target.startswith("re:") and re.match(target.removeprefix("re:"), path)):
+            return scheme
+    return schemes[config.LINEAR]
+
+
+def _equal(layer: ReadLayer, expected: ReadLayer) -> bool:
+    pairs = [(layer.zero_point, expected.zero_point), (layer.input_scale, expected.input_scale),
+             (layer.input_zero_point, expected.input_zero_point)]
+    scales = layer.scale.flatten(), expected.scale.flatten()
+    if scales[1].numel() == 1:
+        scales = scales[0], scales[1].expand(scales[0].shape)
+    return (torch.equal(layer.codes, expected.codes) and scales[0].shape == scales[1].shape
+            and bool(((scales[0] - scales[1]).abs() <= layer.scale_tolerance * scales[1]).all())
+            and all(_same(*pair) for pair in pairs))
+
+
+def _same(number: Tensor | None, expected: Tensor | None) -> bool:
+    if number is None or expected is None:
+        return number is expected
+    return torch.equal(number.flatten().double(), expected.flatten().double())
+
+
+def _paths_in_float(layers: Layers, original: Original | None, stored: Sequence[StoredLayer]) -> list[str]:
+    """The linear modules that are not quantized, as the model and as its checkpoints name them."""
+    quantized = {layer.path for layer in layers.quantized.values()} | {each.path for each in stored}
+    names = list(layers.in_float)
+    if original is not None:
+        names += [f"{path}.weight" for path in original.linear_modules()]
+        names += list(original.stored({name: torch.empty(0) for name in names}))
+    paths = [name.removesuffix(".weight") for name in dict.fromkeys(names) if name.endswith(".weight")]
+    return [path for path in paths if path not in quantized]
+
+
+def _warn_of_rounded_scales(layers: Layers) -> None:
+    """Warns where the dtype of the model does not hold the scales of the simulation."""
+    rounded = []
+    for layer in layers.quantized.values():
+        inputs = None if layer.inputs is None else layer.inputs.encoding
+        scales = [layer.encoding.scale] if layer.encoding.spec.scale_format is None else []
+        scales += [] if inputs is None else [inputs.scale]
+        if any(not torch.equal(scale.to(layer.weight.dtype).float(), scale) for scale in scales):
+            rounded.append(layer)
+    if rounded:
+        dtype = str(rounded[0].weight.dtype).removeprefix("torch.")
+        warnings.warn(f"scales of {len(rounded)} layers ({rounded[0].name}, …) are rounded to {dtype}, the dtype of "
+                      f"the model, in the file; qtk.round_scales(sim) before the export rounds those of the simulation, "
+                      "which is then the file exactly", stacklevel=2)
+
+
+def _warn_of_siblings(layers: Layers) -> None:
+    """Warns of layers that read the same value, which servers fuse (queries, keys and values), and are not alike."""
+    siblings: dict[object, list[QuantizedLayer]] = {}
+    for layer in layers.quantized.values():
+        siblings.setdefault(layer.reads, []).append(layer)
+    for members in siblings.values():
+        first, others = members[0], members[1:]
+        for other in others:
+            if (other.encoding.spec, _spec(other.inputs)) != (first.encoding.spec, _spec(first.inputs)):
+                warnings.warn(f"{first.name} and {other.name} read the same value and are quantized in different ways; "
+                              "servers that fuse them (queries, keys and values; gate and up) refuse the file: give "
+                              "them the same setting", stacklevel=3)
+            elif other.encoding.spec.scale_format is ScaleFormat.E4M3 and not torch.equal(
+                    global_scale(first.encoding.scale), global_scale(other.encoding.scale)):
+                warnings.warn(f"{first.name} and {other.name} read the same value and have other scales of the tensor, "
+                              "of which servers that fuse them take one; run qtk.round_scales(sim) before the export",
+                              stacklevel=3)
+
+
+def _warn_of_what_transformers_loads(layers: Layers) -> None:
+    """Warns of what servers load and transformers (seen in 5.24) does not, or otherwise."""
+    every = layers.quantized.values()
+    if any(layer.encoding.spec.scale_format is ScaleFormat.E4M3 and layer.weight.dtype != torch.bfloat16
+           for layer in every):
+        warnings.warn("transformers makes bfloat16 of NVFP4 weights and does not run them in a model of another dtype; "
+                      "simulate and export model.bfloat16()", stacklevel=3)
+    lost = [layer.name for layer in every if layer.inputs is not None
+            and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
+    if lost:
+        warnings.warn(f"transformers loads {lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''} with inputs in "
+                      "float, for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
+                      stacklevel=3)
+
+
+def _spec(quantizer: Quantizer | None) -> QuantSpec | None:
+    return None if quantizer is None else quantizer.spec

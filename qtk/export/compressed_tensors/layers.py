@@ -1,0 +1,180 @@
+"""The quantized layers of a simulated model as compressed-tensors sees them: a weight, and how its input is quantized.
+
+Layers are found by what they do in the graph: products of an input with a parameter, whatever module holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from qtk.core.encoding import Encoding
+from qtk.errors import ExportError
+from qtk.export.compressed_tensors.arguments import Unsuited, input_arguments, weight_arguments
+from qtk.graph.float_root import float_root
+from qtk.graph.flow import Flow, is_result
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import QUANTIZERS, quantizer_called, quantizer_nodes
+from qtk.graph.parameter_readers import memory_of, parameter_readers
+from qtk.graph.sites import SITE, Port, label
+from qtk.moments.stack_use import NotALayer, StackUse, stack_use
+from qtk.numerics.matrix_axes import MatrixAxes
+from qtk.operators.op_table import op_name
+from qtk.operators.targets import attribute
+from qtk.quantizers.quantizer import Mode, Quantizer
+
+LISTED = 10
+"""Sites that an error lists."""
+
+KINDS = ("linear", "matmul", "addmm", "grouped_matmul")
+"""Products that layers of checkpoints compute."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLayer:
+    """The quantized weight of a layer, or those of a stack of layers.
+
+    Args:
+        name: of the parameter, ``blocks.0.up.weight``.
+        weight: the parameter.
+        axes: which of its axes count matrices, outputs and inputs.
+        encoding: its encoding.
+        inputs: the quantizer of what it is multiplied with; ``None``: that is float.
+        reads: the float value that is; of the first use.
+    """
+
+    name: str
+    weight: Tensor
+    axes: MatrixAxes
+    encoding: Encoding
+    inputs: Quantizer | None
+    reads: fx.Node
+
+    @property
+    def path(self) -> str:
+        """Of its module."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(slots=True)
+class Layers:
+    """The layers of a model: the quantized ones by name, and the names of the weights of products in float."""
+
+    quantized: dict[str, QuantizedLayer] = field(default_factory=dict)
+    in_float: dict[str, None] = field(default_factory=dict)
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Raises: ExportError naming the sites that the format cannot hold, or if no layer is quantized."""
+    found, findings = Layers(), dict[str, str]()
+    names = {memory_of(tensor): name for name, tensor in reversed(model.state_dict().items())
+             if tensor.numel() and QUANTIZERS not in name.split(".")}
+    readers = parameter_readers(model)
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for node, quantizer in quantizer_nodes(graph).items():
+            if quantizer.mode is not Mode.SIMULATE or not node.users:
+                continue
+            site = str(label(node, SITE))
+            try:
+                if not quantizer.static:
+                    _check_activation(flow, node)
+                    continue
+                layer = _layer(graph, flow, node, quantizer, names)
+                if readers[memory_of(layer.weight)] != {quantizer}:
+                    raise Unsuited("is read in another format, or in float, too")
+                known = found.quantized.setdefault(layer.name, layer)
+                if known.inputs is not layer.inputs and not _alike(known.inputs, layer.inputs):
+                    raise Unsuited("multiplies inputs that are quantized in several ways")
+            except (NotALayer, Unsuited) as reason:
+                findings[site] = str(reason)
+        found.in_float |= dict.fromkeys(_in_float(graph, flow, names))
+    if findings:
+        listed = [f"{site} {reason}" for site, reason in list(findings.items())[:LISTED]]
+        listed += [f"and {len(findings) - LISTED} more"] if len(findings) > LISTED else []
+        raise ExportError("\n  ".join([
+            "compressed-tensors files hold weights of linear layers, and how the inputs of these are quantized; the "
+            "targets vllm_w4a16, vllm_w8a8, vllm_fp8 and vllm_nvfp4 quantize such alone. Leave these in float (rules "
+            "with weight: float or output: float), or export formats=('onnx',):", *listed]))
+    if not found.quantized:
+        raise ExportError("no weight of a linear layer is quantized; export formats=('onnx',)")
+    return found
+
+
+def _layer(
+    graph: nn.Module, flow: Flow, node: fx.Node, quantizer: Quantizer, names: dict[tuple[object, ...], str]
+) -> QuantizedLayer:
+    """The layer of a quantized weight. Raises: NotALayer or Unsuited with the reason if the format has no such."""
+    source = node.all_input_nodes[0]
+    weight = attribute(graph, str(source.target)) if source.op == "get_attr" else None
+    encoding = quantizer.encoding
+    if not isinstance(weight, Tensor) or encoding is None:
+        raise Unsuited("is computed from parameters")
+    uses = [_use(flow, port) for port in flow.readers(node)]
+    axes = {use.axes for use in uses}
+    if len(axes) > 1:
+        raise Unsuited("is multiplied in several ways")
+    (layout,) = axes
+    activations = list(dict.fromkeys(_quantizer_of(flow, use.data) for use in uses))
+    if any(not _alike(activations[0], each) for each in activations):
+        raise Unsuited("multiplies inputs that are quantized in several ways")
+    name = names.get(memory_of(weight), "")
+    if not layout.stack and name.rpartition(".")[2] != "weight":
+        raise Unsuited("is not the weight of a module")
+    layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0], float_root(flow, uses[0].data))
+    weight_arguments(encoding, layout, tuple(weight.shape))
+    if activations[0] is not None:
+        input_arguments(activations[0].spec)
+    return layer
+
+
+def _use(flow: Flow, port: Port) -> StackUse:
+    """How the op at ``port`` multiplies a weight. Raises: NotALayer or Unsuited."""
+    row = flow.row(port.user)
+    weights = [own.index for own in flow.weight_ports(port.user)] if row is not None else []
+    if row is None or row.kind not in KINDS or port.index not in weights:
+        raise Unsuited(f"is read by {op_name(port.user) if row is None else row.kind}")
+    use = stack_use(flow, row, port)
+    if use.is_left or use.terms is not None or len(use.axes.stack) > 1:
+        raise Unsuited(f"is a factor of {row.kind} other than inputs times a matrix for each expert")
+    return use
+
+
+def _quantizer_of(flow: Flow, value: fx.Node) -> Quantizer | None:
+    """The quantizer that made a value, which may have been moved since; ``None`` if it is float."""
+    quantizer = quantizer_called(flow.root(value))
+    return quantizer if quantizer is not None and quantizer.mode is Mode.SIMULATE else None
+
+
+def _alike(first: Quantizer | None, second: Quantizer | None) -> bool:
+    """Whether two inputs are quantized with the same numbers."""
+    if first is None or second is None or first.spec != second.spec:
+        return first is second
+    one, other = first.encoding, second.encoding
+    return one is other or (one is not None and other is not None and one.equals(other))
+
+
+def _check_activation(flow: Flow, node: fx.Node) -> None:
+    """Raises: Unsuited if anything but the product of a layer with a quantized weight reads a quantized value."""
+    for port in flow.readers(node):
+        row = flow.row(port.user)
+        if is_result(port) or row is None:
+            raise Unsuited(f"is an activation that {'the model returns' if is_result(port) else op_name(port.user)}"
+                           f"{'' if is_result(port) else ' reads'}")
+        weights = flow.weight_ports(port.user)
+        if row.kind not in KINDS or not weights or quantizer_called(flow.root(weights[0].value)) is None:
+            raise Unsuited(f"is an activation that {row.kind} reads, which has no quantized weight")
+
+
+def _in_float(graph: nn.Module, flow: Flow, names: dict[tuple[object, ...], str]) -> Iterator[str]:
+    """The names of the parameters that linear layers multiply with in float."""
+    assert isinstance(graph, fx.GraphModule)
+    for node in graph.graph.nodes:
+        row = flow.row(node)
+        for port in flow.weight_ports(node) if row is not None and row.kind in KINDS else ():
+            root = flow.root(port.value)
+            value = attribute(graph, str(root.target)) if root.op == "get_attr" else None
+            if isinstance(value, Tensor) and memory_of(value) in names:
+                yield names[memory_of(value)]
