@@ -1,1 +1,1 @@
-"""torch.library ops: schema, fake kernel, autograd, backends."""
+"""Operators of ``torch.library``; ``registration`` registers each by schema, reference, fake, kernels and gradient."""

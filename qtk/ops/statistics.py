@@ -60,12 +60,9 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins whose width is a power of two.
+    """Counts the elements of each scale in ``bins`` bins, as ``qtk.numerics.statistics.histogram``.
 
-    ``x`` is in bin ``floor(x / 2^exponent) - first``; what is in no bin, and NaN, is not counted.
-
-    Shape: ``x`` any; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126: [scales]; result int64
-    [scales, bins].
+    Shape: ``x`` any; ``first`` float32 and ``exponent`` int32 [scales]; result int64 [scales, bins].
 
     >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, ())
     tensor([[2, 1]])
@@ -77,11 +74,9 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
 def histogram_of_squares(
     x: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
 ) -> Tensor:
-    """The sum of the squares of ``factors`` over the elements of ``x`` in each bin; bins as those of ``histogram``.
+    """Sums the squares of ``factors`` in each bin, as ``qtk.numerics.statistics.histogram_of_squares``.
 
-    Squares that are not finite count 0.
-
-    Shape: ``x`` any, ``factors`` the same; ``first``, ``exponent`` as for ``histogram``; result float64 [scales, bins].
+    Shape: ``x`` and ``factors`` any; ``first``, ``exponent`` as for ``histogram``; result float64 [scales, bins].
 
     >>> x, first, exponent = torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     >>> histogram_of_squares(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), first, exponent, 2, ())

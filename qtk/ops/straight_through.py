@@ -18,6 +18,10 @@ from qtk.numerics.straight_through import second_backward
 from qtk.ops.registration import Gradient
 
 
+_NOTHING = (None,) * 16
+"""Gradients of arguments that have none."""
+
+
 class StraightThrough:
     """The gradients of one operator.
 
@@ -52,10 +56,12 @@ class StraightThrough:
 
     def gradients(self, backward: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A gradient for each argument of a call, ``None`` if it is not needed."""
-        needed, count = ctx.needs_input_grad, self._tensors
-        found = backward(grad, *ctx.saved_tensors, *ctx.spec, *needed[1:count])
-        kept = [each if need else None for each, need in zip(found, needed, strict=False)]
-        return *kept, *[None] * (len(needed) - count)
+        needed = ctx.needs_input_grad
+        found = backward(grad, *ctx.saved_tensors, *ctx.spec, *needed[1 : self._tensors])
+        of_x, of_scale = found[0] if needed[0] else None, found[1] if needed[1] else None
+        if self._ranges == 1:  # written out: it runs in every backward pass
+            return of_x, of_scale, *_NOTHING[2 : len(needed)]
+        return of_x, of_scale, found[2] if needed[2] else None, *_NOTHING[3 : len(needed)]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[: self._tensors])

@@ -123,7 +123,7 @@ class Quantizer(Tap):
             result = simulate(x, self.spec, scale, zero_point)
             is_held = self._learns and not scale.requires_grad
             return with_zero_gradients(result, self.scale_factor, self.zero_point_shift) if is_held else result
-        if self.cache and self.weight_cache.acts:
+        if self.cache and not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and self.weight_cache.enabled:
             return self.weight_cache.get(lambda x: simulate(x, self.spec, scale, zero_point), x, scale, zero_point)
         return simulate(x, self.spec, scale, zero_point)
 

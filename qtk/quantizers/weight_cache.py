@@ -25,11 +25,6 @@ class WeightCache:
         self._weight: Tensor | None = None
         self._result: Tensor | None = None
 
-    @property
-    def acts(self) -> bool:
-        """Whether a call now may be given the last result: enabled, in eager mode, without gradients."""
-        return not torch.compiler.is_compiling() and self.enabled and not torch.is_grad_enabled()
-
     def clear(self) -> None:
         self._key, self._weight, self._result = (), None, None
 

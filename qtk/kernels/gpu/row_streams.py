@@ -71,6 +71,20 @@ def run_of_stream(turn, total, REACH: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def beginning(turn, inner, REACH: tl.constexpr):
+    """The row in which a run begins, and how many elements after the row's beginning."""
+    start = wide(turn) * REACH
+    return (start // inner).to(tl.int32), (start % inner).to(tl.int32)
+
+
+@triton.jit
+def next_beginning(row, before, inner, REACH: tl.constexpr):
+    """``beginning`` of the next run."""
+    before += REACH
+    return row + before // inner, before % inner
+
+
+@triton.jit
 def forward_rows_kernel(
     x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, rows, inner, total, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -79,18 +93,14 @@ def forward_rows_kernel(
     program = tl.program_id(0)
     each = tl.cdiv(turns, splits)
     first = program * each
-    start = wide(first) * REACH
-    row = (start // inner).to(tl.int32)
-    before = (start % inner).to(tl.int32)
+    row, before = beginning(first, inner, REACH)
     for turn in range(first, tl.minimum(first + each, turns)):
         grid = grid_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, not RESIDUAL, REACH, CHUNK
         )
         offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
         quantize(x_at, y_at, residual_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
-        before += REACH
-        row += before // inner
-        before = before % inner
+        row, before = next_beginning(row, before, inner, REACH)
     if program == splits - 1:
         offsets, masks = tail(total)
         last = tl.minimum(offsets // inner, rows - 1)  # their rows
@@ -107,18 +117,14 @@ def backward_rows_kernel(
     program = tl.program_id(0)
     each = tl.cdiv(turns, splits)
     first = program * each
-    start = wide(first) * REACH
-    row = (start // inner).to(tl.int32)
-    before = (start % inner).to(tl.int32)
+    row, before = beginning(first, inner, REACH)
     for turn in range(first, tl.minimum(first + each, turns)):
         grid = grid_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, False, REACH, CHUNK
         )
         offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
         gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
-        before += REACH
-        row += before // inner
-        before = before % inner
+        row, before = next_beginning(row, before, inner, REACH)
     if program == splits - 1:
         offsets, masks = tail(total)
         last = tl.minimum(offsets // inner, rows - 1)  # their rows
