@@ -331,10 +331,11 @@ class QuantSim(Settled):
         >>> sorted(path.name for path in folder.glob("*.json"))
         ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
         """
-        from qtk.workflow.export import export
+        from qtk.workflow.export import OnnxOptions, export
 
-        export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check, output_names=output_names, state_codes=state_codes, tokenizer=tokenizer)
+        onnx = OnnxOptions(opset, check, output_names, state_codes)
+        export(self.simulation, self.example_inputs, directory, formats=formats, force=force, onnx=onnx,
+               tokenizer=tokenizer)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

@@ -13,6 +13,7 @@ coordinate descent moves single weights, also further than up or down (not in th
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,16 +32,26 @@ ADAM_DECAYS = 0.9, 0.999
 """Decay rates of Adam's averages (Kingma and Ba, arXiv 1412.6980)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Descent:
+    """The gradient descent on the relaxed choices.
+
+    Args:
+        iterations: steps of Adam.
+        learning_rate: of Adam.
+        regularization: λ; the output error is counted in units of what rounding one weight to nearest costs.
+        warm_start: fraction of the iterations without regularization.
+    """
+
+    iterations: int = 100
+    learning_rate: float = 0.05
+    regularization: float = 5.0
+    warm_start: float = 0.2
+
+
 def adaround(
-    weight: Tensor,
-    grid: WeightGrid,
-    error: OutputError,
-    activation_error: ActivationError | None = None,
-    *,
-    iterations: int = 100,
-    learning_rate: float = 0.05,
-    regularization: float = 5.0,
-    warm_start: float = 0.2,
+    weight: Tensor, grid: WeightGrid, error: OutputError, activation_error: ActivationError | None = None,
+    descent: Descent = Descent(),
 ) -> Tensor:
     """The weights, each on its grid; no output's error is above that of rounding to nearest.
 
@@ -49,10 +60,7 @@ def adaround(
         grid: the grid points of every weight.
         error: of the layer's output.
         activation_error: of the output of the activation function that follows; if not ``None``, minimized instead.
-        iterations: steps of Adam.
-        learning_rate: of Adam.
-        regularization: λ; the output error is counted in units of what rounding one weight to nearest costs.
-        warm_start: fraction of the iterations without regularization.
+        descent: how the relaxed choices are found.
 
     Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
 
@@ -67,7 +75,7 @@ def adaround(
     nearest = grid.nearest(weight)
     objective = activation_error or error
     unit = _error_per_weight(weight - nearest, error if activation_error is None else activation_error)
-    soft = _relaxed_choices(weight, choices, objective, unit, iterations, learning_rate, regularization, warm_start)
+    soft = _relaxed_choices(weight, choices, objective, unit, descent)
     rounded = choices.weight(soft.round())
     if activation_error is not None:
         is_better = activation_error.of(weight - rounded) <= activation_error.of(weight - nearest)
@@ -78,22 +86,21 @@ def adaround(
 
 
 def _relaxed_choices(
-    weight: Tensor, choices: _Choices, error: OutputError | ActivationError, unit: Tensor, iterations: int,
-    learning_rate: float, regularization: float, warm_start: float,
+    weight: Tensor, choices: _Choices, error: OutputError | ActivationError, unit: Tensor, descent: Descent
 ) -> Tensor:
     """``h(V)`` after gradient descent, close to 0 or 1."""
     variable = choices.initial_variable()
     first, second = torch.zeros_like(variable), torch.zeros_like(variable)
-    for step in range(1, iterations + 1):
+    for step in range(1, descent.iterations + 1):
         soft, derivative = _rectified_sigmoid(variable)
         gradient = error.half_gradient(weight - choices.weight(soft)) * choices.scale * (-2 / unit)
-        progress = (step / iterations - warm_start) / (1 - warm_start)
+        progress = (step / descent.iterations - descent.warm_start) / (1 - descent.warm_start)
         if progress > 0:
-            gradient += regularization * _regularization_gradient(soft, progress)
+            gradient += descent.regularization * _regularization_gradient(soft, progress)
         gradient *= derivative * choices.is_free
         first.lerp_(gradient, 1 - ADAM_DECAYS[0])
         second.lerp_(gradient.square(), 1 - ADAM_DECAYS[1])
-        rate = learning_rate * math.sqrt(1 - ADAM_DECAYS[1] ** step) / (1 - ADAM_DECAYS[0] ** step)
+        rate = descent.learning_rate * math.sqrt(1 - ADAM_DECAYS[1] ** step) / (1 - ADAM_DECAYS[0] ** step)
         variable -= rate * first / (second.sqrt() + 1e-12)
     return _rectified_sigmoid(variable)[0]
 

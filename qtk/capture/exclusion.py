@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
-from qtk.capture.ladder import EXCLUDED as EXCLUDED_RUNG
+from qtk.capture.island_search import EXCLUDED as EXCLUDED_RUNG
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.graphs import graphs

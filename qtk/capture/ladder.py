@@ -1,10 +1,8 @@
-"""Captures a model by the first rung of a ladder that works: one graph, else islands (island search), else opaque.
+"""Captures a model by the first rung of a ladder that works: one graph, else islands, else opaque.
 
 1. ``export``, 2. ``fx + export``: the module becomes one graph, whose outputs are compared with the module's. The
    graph of a recurrent net on packed sequences, which cannot be captured, is ``built`` by hand.
-3. ``python``: the module keeps its code, and each module it calls is tried from rung 1 on, with the inputs it was
-   called with. Modules that the example inputs do not call stay as they are and are listed (``not called``); QuantSim
-   refuses them.
+3. ``python``: the module keeps its code, and each module it calls is tried from rung 1 on (``island_search``).
 4. ``opaque``: a module that calls no other stays as it is.
 """
 
@@ -12,56 +10,55 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from qtk.calls.call_kind import Kind, call_kind, signature_of
-from qtk.calls.call_recording import record_calls
+from qtk.calls.call_kind import call_kind, signature_of
 from qtk.calls.calls import Call, distinct, with_rows
-from qtk.calls.served_sizes import ServedSizes, axis_text
+from qtk.calls.served_sizes import ServedSizes
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
 from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed, takes_packed
-from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
+from qtk.capture.prepare_report import PrepareReport
+from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph
 from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
-from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
-from qtk.capture.variants import add_variant
-from qtk.capture.varying_axes import varying_axes
-from qtk.capture.verify_prepared import Outcome, difference_over_calls, eval_difference
-from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
+from qtk.capture.verify_prepared import Outcome, difference_over_calls
+from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
-from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
 
-MAX_KINDS = 4
-"""Largest number of kinds of calls for which one module gets a graph each."""
+BUILT = "built"
+"""The rung of a graph that is built by hand."""
 
-BUILT, PYTHON, OPAQUE, EXCLUDED = "built", "python", "opaque", "excluded"
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What is known of the model that a module is part of.
+
+    Args:
+        place: module path of the module in the whole model.
+        owns_inputs: see ``capture``.
+        train_only: the modules in the module that act in train mode only.
+    """
+
+    place: str = ""
+    owns_inputs: bool = False
+    train_only: TrainOnly = field(default_factory=dict)
 
 
 def capture_graph(
-    model: nn.Module,
-    calls: Sequence[Call],
-    dynamic_shapes: DynamicShapes,
-    *,
-    verify: bool,
-    place: str = "",
-    expected: Outcome | None = None,
-    owns_inputs: bool = False,
-    train_only: TrainOnly = MappingProxyType({}),
+    model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, *, verify: bool,
+    expected: Outcome | None = None, around: Surroundings = Surroundings(),
 ) -> PreparedGraph:
     """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
@@ -70,16 +67,48 @@ def capture_graph(
         calls: the calls that its graph must compute.
         dynamic_shapes: see ``capture``.
         verify: compare the outputs; otherwise the first rung that captures the module is taken.
-        place: module path of ``model`` in the whole model.
         expected: the outcome of the only call, if it is known.
-        owns_inputs: see ``capture``.
-        train_only: the modules in ``model`` that act in train mode only.
+        around: what is known of the whole model.
 
     Returns: the graph, with a report of the capture.
 
     Raises: CaptureError with the reason of every rung, or if the calls need several graphs.
     """
     reasons: list[str] = []
+    example = _example(model, calls)
+    for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
+        on_rung = partial(_on_rung, rung, model, dynamic_shapes=dynamic_shapes, around=around, reasons=tuple(reasons))
+        try:
+            started = time.perf_counter()
+            graph, source = on_rung(call=example)
+            capture_s = time.perf_counter() - started
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # whatever torch refuses, the next rung may take
+            reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
+            continue
+        if not verify:
+            return graph
+        verified = partial(_verified, model, calls=calls, expected=expected)
+        try:
+            started = time.perf_counter()
+            graph = verified(graph)
+            cost_s = (time.perf_counter() - started) * (1 if expected is None else 2) / len(calls)
+            if source is None:
+                return graph
+            trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
+            return _at_other_sizes(graph, source, trying, on_rung, verified)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # whatever a capture does wrong, the next rung may do right
+            difference = _first_difference(model, graph, calls)
+            where = "" if difference is None else f"; the first module to differ is {difference}"
+            reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
+    raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+
+
+def _example(model: nn.Module, calls: Sequence[Call]) -> Call:
+    """The largest call, with rows. Raises: CaptureError if the module, or the calls, can have no graph."""
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
             f"{model.original_name} is a ScriptModule, whose code torch.export cannot read; pass the module that it "
@@ -94,52 +123,39 @@ def capture_graph(
     if example.numel == 0:
         with untouched(model):
             example = with_rows(model.eval(), example)
-    for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
-        on_rung = partial(_on_rung, rung, model, dynamic_shapes=dynamic_shapes, place=place, owns_inputs=owns_inputs,
-                          train_only=train_only)
-        try:
-            started = time.perf_counter()
-            graph, source = on_rung(call=example)
-            capture_s = time.perf_counter() - started
-            graph.meta[REPORT] = replace(graph.report, reasons=(*reasons, *graph.report.reasons))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:  # whatever torch refuses, the next rung may take
-            reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
-            continue
-        if not verify:
-            return graph
-        try:
-            started = time.perf_counter()
-            graph = _verified(model, graph, calls, expected)
-            cost_s = (time.perf_counter() - started) * (1 if expected is None else 2) / len(calls)
-            if source is None:
-                return graph
-            trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
-            unfree, longer = trying(graph, source)
-            if longer is not None:
-                with suppress(Exception):  # then the axes of length 1 stay so
-                    freed, _ = on_rung(call=longer)
-                    freed.meta[REPORT] = replace(freed.report, reasons=(*reasons, *freed.report.reasons))
-                    graph, source = _verified(model, freed, calls, expected), longer
-                    unfree, _ = trying(graph, source)
-            if unfree:
-                fixed, _ = on_rung(call=source, unfree=unfree)
-                fixed.meta[SIZES] = graph.sizes
-                fixed.meta[REPORT] = replace(fixed.report, reasons=graph.report.reasons)
-                graph = _verified(model, fixed, calls, expected)
-            return graph
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:  # whatever a capture does wrong, the next rung may do right
-            difference = _first_difference(model, graph, calls)
-            where = "" if difference is None else f"; the first module to differ is {difference}"
-            reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
-    raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+    return example
+
+
+def _at_other_sizes(
+    graph: PreparedGraph, source: Call,
+    trying: Callable[[PreparedGraph, Call], tuple[frozenset[LeafAxis], Call | None]],
+    on_rung: Callable[..., tuple[PreparedGraph, Call | None]], verified: Callable[[PreparedGraph], PreparedGraph],
+) -> PreparedGraph:
+    """The graph whose axes are free as far as it equals the model at other sizes.
+
+    Args:
+        graph: equal to the model at the sizes of the example.
+        source: the call that it was exported with.
+        trying: compares a graph with the model at other sizes.
+        on_rung: captures the model again.
+        verified: compares a graph with the model in all calls.
+    """
+    unfree, longer = trying(graph, source)
+    if longer is not None:
+        with suppress(Exception):  # then the axes of length 1 stay so
+            freed, _ = on_rung(call=longer)
+            graph, source = verified(freed), longer
+            unfree, _ = trying(graph, source)
+    if unfree:
+        fixed, _ = on_rung(call=source, unfree=unfree)
+        fixed.meta[SIZES] = graph.sizes
+        fixed.meta[REPORT] = replace(fixed.report, reasons=graph.report.reasons)
+        graph = verified(fixed)
+    return graph
 
 
 def _verified(
-    model: nn.Module, graph: PreparedGraph, calls: Sequence[Call], expected: Outcome | None
+    model: nn.Module, graph: PreparedGraph, *, calls: Sequence[Call], expected: Outcome | None
 ) -> PreparedGraph:
     """``graph``, with the difference in its report. Raises: as ``difference_over_calls``."""
     graph.meta[REPORT] = replace(graph.report, eval_difference=max(
@@ -148,10 +164,11 @@ def _verified(
 
 
 def _on_rung(
-    rung: str, model: nn.Module, *, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
-    train_only: TrainOnly, unfree: Collection[LeafAxis] = (),
+    rung: str, model: nn.Module, *, call: Call, dynamic_shapes: DynamicShapes, around: Surroundings,
+    reasons: tuple[str, ...], unfree: Collection[LeafAxis] = (),
 ) -> tuple[PreparedGraph, Call | None]:
-    """The graph, and the call that it was exported with; ``None`` if it was not."""
+    """The graph, and the call that it was exported with; ``None`` if it was not. ``reasons``: of the rungs before."""
+    place, train_only = around.place, around.train_only
     with untouched(model):
         source, sizes, model = None, ServedSizes(place=place), model.eval()
         names: Mapping[LeafAxis, str] = {}
@@ -160,7 +177,7 @@ def _on_rung(
         else:
             with as_ops(model, train_only):
                 captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,),
-                                   owns_inputs=owns_inputs, unfree=unfree)
+                                   owns_inputs=around.owns_inputs, unfree=unfree)
             graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only)
             report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
             source = Call(*distinct((captured.args, captured.kwargs)), None)
@@ -172,7 +189,8 @@ def _on_rung(
         graph.sign()
         if names and source is not None:
             graph.meta[SIZES] = replace(sizes, names=names_by_input(graph, source, names))
-        graph.meta[REPORT] = replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
+        graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons), unknown_ops=unknown_ops(graph),
+                                     opaque_parts=closed)
         return graph, source
 
 
@@ -184,215 +202,3 @@ def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Ca
         raise
     except Exception:
         return None
-
-
-def capture_tree(
-    model: nn.Module,
-    calls: Sequence[Call],
-    dynamic_shapes: DynamicShapes,
-    reason: CaptureError,
-    *,
-    expected: Sequence[Outcome],
-    train_only: TrainOnly = MappingProxyType({}),
-    excluded: Collection[str] = (),
-) -> PreparedTree:
-    """Keeps the Python of ``model`` and captures the modules it calls as islands.
-
-    Args:
-        model: the module.
-        calls: the calls that it must compute.
-        dynamic_shapes: see ``capture``.
-        reason: why it cannot be one graph.
-        expected: the outcome of each call.
-        train_only: the modules in ``model`` that act in train mode only.
-        excluded: paths of modules that stay as they are.
-
-    Raises: VerificationError if the result differs from the model although no single island does, or the model differs
-        from itself when run twice.
-    """
-    search = _IslandSearch(model, calls, None if dynamic_shapes is None else "all", excluded, train_only)
-    with untouched(model):  # the whole model: a submodule may write to modules around it
-        search.inside(model, "", [*calls], reason)
-    search.note_uncalled(model)
-    while True:
-        tree = PreparedTree(with_islands(model, search.islands))
-        try:
-            with _uncalled(search.islands) as uncalled:
-                difference = max(eval_difference(model, tree, call.args, call.kwargs, expected=outcome)
-                                 for call, outcome in zip(calls, expected, strict=True))
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:
-            with untouched(model):
-                search.replace(_culprit(model, search.islands, calls, error), error)
-            continue
-        if not uncalled:
-            break
-        search.leave(uncalled)
-    tree.meta[REPORT] = search.report(model, difference)
-    return tree
-
-
-class _IslandSearch:
-    """The search for islands: those captured so far, and one ``Part`` for every module that was tried."""
-
-    def __init__(
-        self, model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: Collection[str],
-        train_only: TrainOnly,
-    ) -> None:
-        self.model, self.model_calls = model, calls
-        self.dynamic_shapes = dynamic_shapes
-        self.train_only = train_only
-        self.excluded = frozenset(excluded)
-        self.paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.islands: dict[nn.Module, PreparedGraph] = {}
-        self.parts: dict[nn.Module, Part] = {}
-        self.calls: dict[nn.Module, list[Call]] = {}
-
-    def inside(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
-        """Leaves ``module`` in Python and tries to capture each module it calls."""
-        with untouched(module):
-            called = record_calls(module.eval(), calls)
-        self._note(module, path, PYTHON if called else OPAQUE, reason)
-        for child, child_calls in called.items():
-            self.calls.setdefault(child, []).extend(child_calls)
-            self.capture(child)
-
-    def capture(self, module: nn.Module) -> None:
-        """Captures ``module`` as an island; if it cannot be one graph, searches its submodules."""
-        path, calls = self.paths[module], self.calls[module]
-        if path in self.excluded:
-            self._note(module, path, EXCLUDED, None)
-            return
-        if module in self.train_only:
-            self._note(module, path, OPAQUE, CaptureError("it acts in train mode only"))
-            return
-        try:
-            island = self._island(module, path, calls)
-        except CaptureError as error:
-            self.islands.pop(module, None)
-            self.inside(module, path, calls, error)
-            return
-        island.lend_attributes(module)
-        self.islands[module] = island
-        several = f"calls of {1 + len(island.variants)} kinds, a graph for each" if island.variants else ""
-        self._note(module, path, island.report.rung, CaptureError(several) if several else None)
-
-    def _island(self, module: nn.Module, path: str, calls: list[Call]) -> PreparedGraph:
-        kinds: dict[Kind, list[Call]] = {}
-        for call in calls:
-            kinds.setdefault(call_kind(signature_of(module), call.args, call.kwargs), []).append(call)
-        if len(kinds) > MAX_KINDS:
-            raise CaptureError(
-                f"{type(module).__name__} is called with arguments of {len(kinds)} kinds (ranks, dtypes, constants)"
-            )
-        islands = []
-        for same_kind in kinds.values():
-            island = capture_graph(module, same_kind, self.dynamic_shapes, verify=True, place=path,
-                                   train_only=self.train_only)
-            self._refuse_fixed(module, island)
-            islands.append(island)
-        for kind, island in zip([*kinds][1:], islands[1:], strict=True):
-            add_variant(islands[0], kind, island)
-        return islands[0]
-
-    def _refuse_fixed(self, module: nn.Module, island: PreparedGraph) -> None:
-        """Raises: CaptureError if the island serves sizes of the example alone, without weights or with other data."""
-        if self.dynamic_shapes is None:
-            return
-        holds_weights = any(True for _ in module.parameters())
-        if not holds_weights and not island.report.dynamic:
-            raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
-        fixed = island.sizes.fixed
-        varying = [*(varying_axes(self.model, self.model_calls, module, island, fixed) if holds_weights else fixed)]
-        if varying:
-            reason = "it holds no weights" if not holds_weights else "other inputs have another"
-            raise CaptureError(f"its graph would serve one length of {axis_text(varying[0])} alone "
-                               f"({fixed[varying[0]]}), and {reason}")
-
-    def replace(self, module: nn.Module, error: Exception) -> None:
-        """Drops the island of ``module``, which makes the model fail or differ, and searches its submodules instead."""
-        del self.islands[module]
-        self.inside(module, self.paths[module], self.calls[module], error)
-
-    def leave(self, modules: Collection[nn.Module]) -> None:
-        """Drops islands that the copy of the model does not call, and records their modules as opaque."""
-        for module in modules:
-            del self.islands[module]
-            reason = CaptureError("the model calls it by a reference that a copy of the model cannot follow")
-            self._note(module, self.paths[module], OPAQUE, reason)
-
-    def note_uncalled(self, model: nn.Module) -> None:
-        """Records modules with parameters that the example inputs do not run, as excluded those that are."""
-        noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
-        for module in model.modules():
-            if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
-                continue
-            is_excluded = not self.excluded.isdisjoint(prefixes(self.paths[module]))
-            self._note(module, self.paths[module], EXCLUDED if is_excluded else UNCALLED, None)
-
-    def report(self, model: nn.Module, difference: float) -> PrepareReport:
-        """The report of the whole model."""
-        reports = [island.report for island in self.islands.values()]
-        swaps = sum((Counter(dict(report.swaps)) for report in reports), Counter[str]())
-        shown = {parameter for island in self.islands.values() for parameter in island.parameters()}
-        total = sum(parameter.numel() for parameter in model.parameters())
-        return PrepareReport(
-            PYTHON,
-            True,
-            all(island.report.dynamic for island in self.islands.values() if island.graph.find_nodes(op="placeholder")),
-            swaps=tuple(sorted(swaps.items())),
-            unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
-            opaque_parts=tuple(part for report in reports for part in report.opaque_parts),
-            eval_difference=difference,
-            captured=sum(parameter.numel() for parameter in shown) / total if total else 1.0,
-            parts=tuple(self.parts.values()),
-        )
-
-    def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        text = str(reason) if isinstance(reason, QtkError) else None if reason is None else first_line(reason)
-        first = None if text is None else text.partition("\n")[0]
-        self.parts[module] = Part(path, type(module).__name__, rung, parameters, first)
-
-
-@contextmanager
-def _uncalled(islands: Mapping[nn.Module, PreparedGraph]) -> Iterator[set[nn.Module]]:
-    """Yields a set that, when the context ends, holds the modules whose islands were not called."""
-    missing = set(islands)
-    handles = [
-        island.register_forward_pre_hook(lambda _, args, module=module: missing.discard(module))
-        for module, island in islands.items()
-    ]
-    try:
-        yield missing
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _culprit(
-    model: nn.Module, islands: Mapping[nn.Module, PreparedGraph], calls: Sequence[Call], error: Exception
-) -> nn.Module:
-    """The first module whose island alone makes the model fail or differ in one of ``calls``.
-
-    Raises: VerificationError if none does.
-    """
-    for module, island in islands.items():
-        try:
-            tree = PreparedTree(with_islands(model, {module: island}))
-            for call in calls:
-                eval_difference(model, tree, call.args, call.kwargs)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception:
-            return module
-    try:
-        for call in calls:
-            eval_difference(model, model, call.args, call.kwargs)
-    except VerificationError as difference:
-        raise VerificationError(
-            f"{type(model).__name__} does not repeat itself: run twice on the same inputs with the same seed, in eval "
-            f"mode, its {difference}; nothing can be compared with it"
-        ) from error
-    raise VerificationError(f"the parts of the model do not add up to it: {first_line(error)}") from error

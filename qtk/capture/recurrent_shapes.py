@@ -35,17 +35,10 @@ def lengths_stay_free(ops: Collection[OpOverload] = (*_OPS, *_OF_PACKED)) -> Ite
 
 
 def _results(
-    x: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    x: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *settings: object
 ) -> tuple[Tensor, ...]:
-    """Tensors like those that a recurrent net returns, strides included."""
+    """Tensors like those that a recurrent net returns, strides included; ``settings`` as in the operator's schema."""
+    *_, bidirectional, batch_first = settings
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     time_first = x.transpose(0, 1) if batch_first else x
     width = states[0].shape[-1] * (2 if bidirectional else 1)
@@ -54,17 +47,8 @@ def _results(
 
 
 def _results_of_packed(
-    data: Tensor,
-    batch_sizes: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
+    data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *settings: object
 ) -> tuple[Tensor, ...]:
     """As ``_results``, of a packed sequence. Shape: data [ΣN, I]."""
-    settings = has_biases, num_layers, dropout, train, bidirectional, False
-    output, *states = _results(data.unsqueeze(0), hx, params, *settings)
+    output, *states = _results(data.unsqueeze(0), hx, params, *settings, False)
     return (output.squeeze(0), *states)

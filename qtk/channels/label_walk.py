@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from qtk.channels.absorbers import ParameterOperand
 from qtk.channels.channel_classes import PINNED, ZERO, compact, constant_labels, core
-from qtk.channels.channel_findings import Clamp
+from qtk.channels.channel_findings import ChannelWrite, Clamp
 from qtk.channels.label_state import Labels, LabelState, is_fixed_point, is_float, pinned
 from qtk.channels.weight_rules import attention, channel_norm, columns, scale_shift, trailing_norm, weighted, write
 from qtk.graph.evaluate import evaluate_node
@@ -249,7 +249,7 @@ def _scaled(state: LabelState, node: fx.Node, row: OpRow, operand: ParameterOper
     inputs = state.classes.unify_along(data.expand(value.shape), axes).reshape(-1)
     index = torch.arange(operand.shape.numel()).view(operand.shape)
     use = state.absorbers.use_weight(operand, index, index.numel(), index, inputs)
-    write(state, node, row, operand.name, None, use.outputs, use.output_index)
+    write(state, ChannelWrite(node, row.kind, operand.name, None, use.outputs, use.output_index))
     return state.spread(use.outputs.view(lengths), node)
 
 

@@ -66,7 +66,7 @@ def _product(state: LabelState, node: fx.Node, row: OpRow, data: object, weight:
     elif bias is not None:
         state.classes.pin(outputs)
     smallest = value.amin([axis for axis in range(value.ndim) if axis != output_axis]) if value.numel() else None
-    write(state, node, row, operand.name, state.name(bias), use.outputs, use.output_index, smallest)
+    write(state, ChannelWrite(node, row.kind, operand.name, state.name(bias), use.outputs, use.output_index, smallest))
     return state.spread(outputs, node)
 
 
@@ -91,13 +91,9 @@ def _indices(
     return within, first, shape[1] * groups, axis
 
 
-def write(
-    state: LabelState, node: fx.Node, row: OpRow, parameter: str, bias: str | None, labels: Tensor, index: Tensor,
-    smallest: Tensor | None = None,
-) -> None:
+def write(state: LabelState, written: ChannelWrite) -> None:
     """Records that a parameter scales the channels of what an op makes."""
-    write = ChannelWrite(node, row.kind, parameter, bias, labels, index, smallest)
-    state.findings.writes.append((state.graph, write))
+    state.findings.writes.append((state.graph, written))
 
 
 def _product_of_activations(state: LabelState, node: fx.Node, row: OpRow, left: object, right: object) -> Labels:
@@ -118,7 +114,7 @@ def columns(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     if operand is None:
         return pinned(state, node, row)
     use = state.absorbers.use_weight(operand, _along(operand.shape, 1), operand.shape[1])
-    write(state, node, row, operand.name, None, use.outputs, use.output_index)
+    write(state, ChannelWrite(node, row.kind, operand.name, None, use.outputs, use.output_index))
     return state.spread(use.outputs, node)
 
 
@@ -134,7 +130,7 @@ def scale_shift(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     index = _along(operand.shape, 0)
     use = state.absorbers.use_weight(operand, index, index.numel(), index, inputs)
     state.classes.unify(use.outputs, state.added(shift))
-    write(state, node, row, operand.name, state.name(shift), use.outputs, use.output_index)
+    write(state, ChannelWrite(node, row.kind, operand.name, state.name(shift), use.outputs, use.output_index))
     return state.spread(use.outputs.view([-1 if other == axis else 1 for other in range(labels.ndim)]), node)
 
 
@@ -161,7 +157,7 @@ def _norm(state: LabelState, node: fx.Node, row: OpRow, placed: Callable[[Tensor
         state.classes.unify(labels, state.added(bias))
     index = torch.arange(operand.shape.numel()).view(operand.shape)
     if operand.positions is None:
-        write(state, node, row, operand.name, state.name(bias), labels.flatten(), index)
+        write(state, ChannelWrite(node, row.kind, operand.name, state.name(bias), labels.flatten(), index))
     return state.spread(placed(labels), node)
 
 

@@ -257,7 +257,7 @@ class Run:
         if any(ONNX in self.recipe.formats_of(setting) for setting in self.recipe.settings):
             with self._step(f"exporting {FLOAT} as {ONNX}"):
                 in_float = Simulation(self.prepared, QuantPlan({}), {})
-                export_simulation(in_float, self.example, folder, check=lambda: None, formats=(ONNX,))
+                export_simulation(in_float, self.example, folder, formats=(ONNX,))
 
     def _example(self) -> ExampleInputs:
         if self.entry.input_shape:

@@ -14,6 +14,7 @@ from qtk.errors import ConfigError
 from qtk.public import public
 from qtk.report.summary import FLOAT
 from qtk.report.verdict import Level, Verdict
+from qtk.workflow.verify_export import LatencyRequest
 from qtk.workflow.verify_files import verify_files
 
 COLORS = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "red"}
@@ -66,8 +67,8 @@ def verify(
         pairs, _ = Batches(data, "--data", num_batches).open()
         batches = (inputs for inputs, _ in pairs)
     verdicts = verify_files(
-        directory, batches, runtime=runtime, float_export=float_export, turns=turns, progress=progress,
-        batch_size=batch_size, threads=threads, valid=valid,
+        directory, batches, runtime=runtime, valid=valid, progress=progress,
+        latency=LatencyRequest(turns, batch_size, threads, float_export),
     )
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from qtk.algorithms.adaround import adaround
+from qtk.algorithms.adaround import Descent, adaround
 from qtk.algorithms.coordinate_descent import coordinate_descent
 from qtk.algorithms.output_error import ActivationError
 from qtk.core.bounds import check_count
@@ -74,10 +74,8 @@ class AdaRound:
     def apply(self, state: LayerState) -> LayerState:
         weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
         activation_error = self._activation_error(state) if self.through_activation else None
-        rounded = adaround(
-            weight, grid, state.error, activation_error, iterations=self.iterations, learning_rate=self.learning_rate,
-            regularization=self.regularization, warm_start=self.warm_start,
-        )
+        descent = Descent(self.iterations, self.learning_rate, self.regularization, self.warm_start)
+        rounded = adaround(weight, grid, state.error, activation_error, descent)
         if activation_error is not None:
             return state.updated(weight=rounded[:, 0])
         start = state if state.is_rounded else Gptq().apply(state)

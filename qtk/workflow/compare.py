@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -106,63 +107,81 @@ def compare(
 
     Raises: CalibrationError without data, or for ``valid`` that gives no mask.
     """
-    quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
-    calls = SiteCalls(simulation, quantizers)
-    sums = {site: _Sums() for site in calls.sites}
-    references: dict[Site, list[Tensor]] = {site: [] for site in calls.sites}
-    modes = {quantizer: quantizer.mode for quantizer in quantizers.values()}
-    simulating = False
-    tokens, float_weights = ValidTokens(simulation.model, valid), FloatWeights(simulation)
-    held = {  # by the model, which has other numbers in them when the simulation runs
-        tensor.untyped_storage().data_ptr() for tensor in (*simulation.model.parameters(), *simulation.model.buffers())
-    }
+    comparison = _Comparison(simulation, forward, ValidTokens(simulation.model, valid))
+    with comparison.listening():
+        for _ in outputs(simulation.model, data, forward=comparison.run_both, num_batches=num_batches,
+                         label="comparing", progress=progress):
+            pass
+    return comparison.errors()
 
-    def record(quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(quantizer, Quantizer)
-        site, rows = calls.site_of_next(quantizer), tokens.selector(quantizer)
-        value = rows(output if simulating else inputs[0]).detach()
-        if not simulating:
-            references[site].append(value.clone() if value.untyped_storage().data_ptr() in held else value)
-            if modes[quantizer] is Mode.SIMULATE:
-                with in_mode([quantizer], Mode.SIMULATE):
-                    own = quantizer.forward(float_weights.rounded.get(quantizer, inputs[0]))
-                sums[site].add_own(value, rows(own).detach(), quantizer.encoding)
-            else:
-                sums[site].add_own(value, value, None)
-        else:
-            reference = references[site].pop(0) if references[site] else None
-            if reference is None or reference.shape != value.shape:
-                sums[site].unpaired += 1
-            else:
-                sums[site].add(reference, value, quantizer)
 
-    def both(module: nn.Module, batch: Batch) -> object:
-        nonlocal simulating
-        run = tokens.forward(forward) or run_batch
-        simulating = False
-        for values in references.values():
+class _Comparison:
+    """The errors so far, and the float values of the batch that runs."""
+
+    def __init__(self, simulation: Simulation, forward: Forward | None, tokens: ValidTokens) -> None:
+        self._simulation, self._forward, self._tokens = simulation, forward, tokens
+        self._quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
+        self._calls = SiteCalls(simulation, self._quantizers)
+        self._sums = {site: _Sums() for site in self._calls.sites}
+        self._references: dict[Site, list[Tensor]] = {site: [] for site in self._calls.sites}
+        self._modes = {quantizer: quantizer.mode for quantizer in self._quantizers.values()}
+        self._float_weights = FloatWeights(simulation)
+        self._simulating = False
+        self._held = {  # by the model, which has other numbers in them when the simulation runs
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*simulation.model.parameters(), *simulation.model.buffers())
+        }
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While active, the quantizers' values are recorded; warns of sites whose tokens are not followed."""
+        handles = [quantizer.register_forward_hook(self._record) for quantizer in self._quantizers.values()]
+        try:
+            with self._tokens.listening(), self._calls.followed():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in self._quantizers.items()})
+
+    def run_both(self, module: nn.Module, batch: Batch) -> object:
+        """Runs a batch in float, then simulated."""
+        run = self._tokens.forward(self._forward) or run_batch
+        self._simulating = False
+        for values in self._references.values():
             values.clear()
         places = written_places(module)
         before = BufferValues(places)
-        with in_mode(simulation.quantizers.values(), Mode.BYPASS), float_weights.in_place():
+        with in_mode(self._simulation.quantizers.values(), Mode.BYPASS), self._float_weights.in_place():
             run(module, batch)
-        simulating = True
+        self._simulating = True
         with buffers_kept(places):  # the next batch finds what the float model leaves
             before.restore()
             return run(module, batch)
 
-    handles = [quantizer.register_forward_hook(record) for quantizer in quantizers.values()]
-    try:
-        with tokens.listening(), calls.followed():
-            for _ in outputs(
-                simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
-            ):
-                pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in quantizers.items()})
-    shared = simulation.quantizers
-    return SiteErrors.ranked(
-        total.error(site, shared[site].spec, shared[site].encoding) for site, total in sums.items()
-    )
+    def errors(self) -> SiteErrors:
+        """The errors of all batches."""
+        shared = self._simulation.quantizers
+        return SiteErrors.ranked(
+            total.error(site, shared[site].spec, shared[site].encoding) for site, total in self._sums.items()
+        )
+
+    def _record(self, quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(quantizer, Quantizer)
+        site, rows = self._calls.site_of_next(quantizer), self._tokens.selector(quantizer)
+        value = rows(output if self._simulating else inputs[0]).detach()
+        references, sums = self._references[site], self._sums[site]
+        if not self._simulating:
+            references.append(value.clone() if value.untyped_storage().data_ptr() in self._held else value)
+            if self._modes[quantizer] is Mode.SIMULATE:
+                with in_mode([quantizer], Mode.SIMULATE):
+                    own = quantizer.forward(self._float_weights.rounded.get(quantizer, inputs[0]))
+                sums.add_own(value, rows(own).detach(), quantizer.encoding)
+            else:
+                sums.add_own(value, value, None)
+        else:
+            reference = references.pop(0) if references else None
+            if reference is None or reference.shape != value.shape:
+                sums.unpaired += 1
+            else:
+                sums.add(reference, value, quantizer)

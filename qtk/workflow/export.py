@@ -7,6 +7,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -45,6 +46,7 @@ from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import ScaleParameter, steps_of
+from qtk.workflow.check import check
 
 ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
@@ -70,18 +72,29 @@ def pt2e_name(path: str) -> str:
     return f"{file_stem(path or 'model')}.pt2"
 
 
+@dataclass(frozen=True, slots=True)
+class OnnxOptions:
+    """What is asked of an ONNX file.
+
+    Args:
+        opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
+        run: run the file on the example inputs, with ONNX Runtime's optimizations off and on, where it is installed,
+            and warn of what departs from the simulation.
+        output_names: names of the outputs, in order; ``None``: those of the model's dict, or ``output_0``,
+            ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
+        state_codes: take and return ``states`` as their integer codes, which a loop hands on as they are: of 8 bits a
+            quarter of the bytes. Which output an input is next, and the encodings, stand in the file.
+    """
+
+    opset: int | None = None
+    run: bool = True
+    output_names: Sequence[str] | None = None
+    state_codes: bool = False
+
+
 def export(
-    simulation: Simulation,
-    example_inputs: ExampleInputs,
-    directory: str | os.PathLike[str],
-    *,
-    check: Callable[[], None],
-    formats: Iterable[str] | str = ("encodings", "onnx"),
-    force: bool = False,
-    opset: int | None = None,
-    run: bool = True,
-    output_names: Sequence[str] | None = None,
-    state_codes: bool = False,
+    simulation: Simulation, example_inputs: ExampleInputs, directory: str | os.PathLike[str], *,
+    formats: Iterable[str] | str = ("encodings", "onnx"), force: bool = False, onnx: OnnxOptions = OnnxOptions(),
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
@@ -100,36 +113,33 @@ def export(
     Args:
         simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: the new directory.
-        check: is called first and raises if the simulation must not be exported.
+        directory: the new directory: ``model.onnx``, ``model.pt2``, ``encodings.json`` and AIMET's schemas.
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
-        opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
-        run: run ONNX files on the example inputs, if ONNX Runtime is installed; warns of what departs.
-        output_names: names of the outputs of the ONNX file, in order; ``None``: see ``output_nodes``.
-        state_codes: whether the ONNX file takes and returns states as their codes.
+        onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``.
         tokenizer: its files are written into the folder of a language model.
 
-    Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
-        written, a format cannot express the model, or a file read back differs from the simulation; whatever
-        ``check`` raises.
+    Raises: ConfigError for an unknown format, with the known ones; CheckError if the simulation is not sound;
+        ExportError if the directory exists or cannot be written, a format cannot express the model, the names are not
+        one for each output, a state has no codes, or a file read back differs from the simulation; nothing is written
+        then.
     """
     names = [formats] if isinstance(formats, str) else list(formats)
     if not names:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if "onnx" in exporters:
-        exporters["onnx"] = partial(_onnx, opset=opset, run=run, output_names=output_names, state_codes=state_codes)
+        exporters["onnx"] = partial(_onnx, options=onnx)
     if "compressed_tensors" in exporters:
         exporters["compressed_tensors"] = partial(_compressed_tensors, tokenizer=tokenizer)
-    for name, value, format in (("opset", opset, "onnx"), ("output_names", output_names, "onnx"),
-                                ("state_codes", state_codes or None, "onnx"),
+    for name, value, format in (("opset", onnx.opset, "onnx"), ("output_names", onnx.output_names, "onnx"),
+                                ("state_codes", onnx.state_codes or None, "onnx"),
                                 ("tokenizer", tokenizer, "compressed_tensors")):
         if value is not None and format not in exporters:
             shown = value if format == "onnx" else f"a {type(value).__name__}"
             raise ExportError(f"{name}={shown} has no effect on the formats {', '.join(exporters)}; add {format!r} or "
                               f"leave {name} out")
-    check()
+    check(simulation)
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
@@ -240,9 +250,9 @@ def _read_back(path: Path) -> Iterator[None]:
 
 
 def _onnx(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None, run: bool = True,
-    output_names: Sequence[str] | None = None, state_codes: bool = False,
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, options: OnnxOptions = OnnxOptions()
 ) -> None:
+    run, output_names, state_codes = options.run, options.output_names, options.state_codes
     if state_codes and not states_of(simulation.model):
         raise ExportError("state_codes: the model has no states; name them, QuantSim(…, states={'past': 1}), or leave "
                           "it out")
@@ -269,8 +279,9 @@ def _onnx(
     contrib_operators = runtime is not None and runtime.contrib_operators
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
-        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names,
-                             int16_sums=int16_sums, state_codes=state_codes, contrib_operators=contrib_operators)
+        rounded = qdq.export(graph, call, file, opset=options.opset, target=simulation.target,
+                             output_names=output_names, int16_sums=int16_sums, state_codes=state_codes,
+                             contrib_operators=contrib_operators)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "

@@ -16,7 +16,8 @@ from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
-from qtk.capture.ladder import capture_graph, capture_tree
+from qtk.capture.island_search import capture_tree
+from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.offloaded import refuse_offloaded
 from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
@@ -273,8 +274,8 @@ def _captured(
     """
     try:
         captured = [
-            capture_graph(model, [call], dynamic_shapes, verify=verify, expected=outcome, owns_inputs=True,
-                          train_only=train_only)
+            capture_graph(model, [call], dynamic_shapes, verify=verify, expected=outcome,
+                          around=Surroundings(owns_inputs=True, train_only=train_only))
             for call, outcome in zip(calls, expected, strict=True)
         ]
         return captured, captured[0]

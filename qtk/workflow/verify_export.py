@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,29 +85,63 @@ def verify_export(
     """
     require_onnxruntime()
     check_runtime(runtime)
-    check_timing(batch_size, threads)
+    latency = LatencyRequest(turns, batch_size, threads, float_export)
     with folded(simulation) as deployed:  # as the files are: so are the float files that are made
         tokens = ValidTokens(deployed.model, valid)
-        return _verdict(
-            deployed, Path(directory), data, tokens, forward, runtime, float_export, turns, batch_size, threads,
-            progress=progress,
-        )
+        with _witnessing(deployed, Path(directory), tokens, threads) as witnesses:
+            with tokens.listening():
+                run_all(deployed.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
+                        progress=progress)
+            if not any(witness.is_called for witness in witnesses):
+                names = ", ".join(name for witness in witnesses for name in input_names(witness.graph))
+                raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
+            for witness in witnesses:
+                witness.stop()
+                if latency.turns:
+                    witness.measure(latency, progress=progress)
+            tokens.warn_of_unfollowed({
+                quantizer: site.name for site, quantizer in deployed.quantizers.items() if not quantizer.static
+            })
+            verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
+            return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
 
 
-def _verdict(
-    simulation: Simulation,
-    directory: Path,
-    data: Data,
-    tokens: ValidTokens,
-    forward: Forward | None,
-    runtime: str,
-    float_export: str | os.PathLike[str] | None,
-    turns: int,
-    batch_size: int,
-    threads: int | None,
-    *,
-    progress: bool,
-) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class LatencyRequest:
+    """The latency that is to be measured.
+
+    Args:
+        turns: how often each runtime runs for the median; 0: it is not measured.
+        batch_size: the rows that it is of; all of the first batch where a file does not run on so many.
+        threads: threads within an op; ``None`` leaves the number to the runtime.
+        float_export: a directory with float exports of the same files, or the file, to be measured beside them.
+
+    Raises: ExportError if the rows or the threads are below 1.
+    """
+
+    turns: int = TURNS
+    batch_size: int = 1
+    threads: int | None = None
+    float_export: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("batch_size", self.batch_size), ("threads", self.threads)):
+            if number is not None and number < 1:
+                raise ExportError(f"{name} must be at least 1; got {number}")
+
+
+USUAL_LATENCY = LatencyRequest()
+"""The latency of one row."""
+
+
+@contextmanager
+def _witnessing(
+    simulation: Simulation, directory: Path, tokens: ValidTokens, threads: int | None
+) -> Iterator[list[_Witness]]:
+    """While active, each exported file runs on the inputs of every call of its graph.
+
+    Raises: ExportError if a file is missing or does not run.
+    """
     graphs = roots(simulation.model)
     exported = {"": graphs[""]} if "" in graphs else graphs
     files = {directory / onnx_name(path): graph for path, graph in exported.items()}
@@ -118,21 +153,7 @@ def _verdict(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons, tokens, threads))
-        with tokens.listening():
-            run_all(simulation.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
-                    progress=progress)
-        if not any(witness.is_called for witness in witnesses):
-            names = ", ".join(name for graph in files.values() for name in input_names(graph))
-            raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
-        for witness in witnesses:
-            witness.stop()
-            if turns:
-                witness.measure(float_export, turns, batch_size, progress=progress)
-        tokens.warn_of_unfollowed({
-            quantizer: site.name for site, quantizer in simulation.quantizers.items() if not quantizer.static
-        })
-        verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
-        return verdicts[0] if len(verdicts) == 1 else _of_islands(directory, witnesses, verdicts)
+        yield witnesses
     finally:
         for witness in witnesses:
             witness.close()
@@ -171,13 +192,6 @@ def check_runtime(runtime: str) -> None:
     """Raises: ExportError if there is no such runtime."""
     if runtime not in RUNTIMES:
         raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
-
-
-def check_timing(batch_size: int, threads: int | None) -> None:
-    """Raises: ExportError if the rows or the threads of a latency are below 1."""
-    for name, number in (("batch_size", batch_size), ("threads", threads)):
-        if number is not None and number < 1:
-            raise ExportError(f"{name} must be at least 1; got {number}")
 
 
 def float_file(float_export: str | os.PathLike[str], file: Path) -> Path:
@@ -239,19 +253,18 @@ class _Witness:
         self.stop()
         self.files.close()
 
-    def measure(
-        self, float_export: str | os.PathLike[str] | None, turns: int, batch_size: int, *, progress: bool
-    ) -> None:
+    def measure(self, latency: LatencyRequest, *, progress: bool) -> None:
         """Measures size and latency of the float file, which is made if it is not given."""
         if self.first_call is None:
             return
-        if float_export is not None:
-            float_file(float_export, self.path)
+        if latency.float_export is not None:
+            float_file(latency.float_export, self.path)
         with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
             try:
-                file = self._float_file(Path(folder), float_export)
+                file = self._float_file(Path(folder), latency.float_export)
                 self.float_bytes = size_bytes(file)
-                self.files.measure(self.inputs, file, turns=turns, progress=progress, batch_size=batch_size)
+                self.files.measure(self.inputs, file, turns=latency.turns, progress=progress,
+                                   batch_size=latency.batch_size)
             except ExportError as error:
                 self.notes.append(Finding(Level.YELLOW, f"no latency: {error}", "pass float_export="))
 

@@ -29,7 +29,7 @@ from qtk.runtimes.file_runs import FileRuns
 from qtk.runtimes.saturation import saturating_weights
 from qtk.runtimes.session import integer_sums_saturate, require_onnxruntime
 from qtk.torch_private import pytree
-from qtk.workflow.verify_export import TURNS, check_runtime, check_timing, float_file, size_bytes
+from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest, check_runtime, float_file, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
 
@@ -38,16 +38,8 @@ RANDOM_BATCHES, RANDOM_ROWS, FREE_LENGTH = 4, 8, 8
 
 @public
 def verify_files(
-    directory: str | os.PathLike[str],
-    data: Iterable[object] | None = None,
-    *,
-    runtime: str = "onnxruntime",
-    float_export: str | os.PathLike[str] | None = None,
-    turns: int = TURNS,
-    progress: bool = True,
-    batch_size: int = 1,
-    threads: int | None = None,
-    valid: Sequence[str] = (),
+    directory: str | os.PathLike[str], data: Iterable[object] | None = None, *, runtime: str = "onnxruntime",
+    latency: LatencyRequest = USUAL_LATENCY, valid: Sequence[str] = (), progress: bool = True,
 ) -> list[Verdict]:
     """The verdict on each ONNX file in a directory, or on one file.
 
@@ -56,20 +48,16 @@ def verify_files(
         data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs.
             Buffers of the model begin as they were exported, and each batch has those of the batch before.
         runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
-        float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
-        turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
-        progress: show bars where it takes longer than seconds.
-        batch_size: the rows that the latency is of; all of the first batch where a file does not run on so many.
-        threads: threads within an op while a file runs; ``None`` leaves the number to the runtime.
+        latency: the latency to measure; without a float export only the files are timed.
         valid: names of inputs that say which tokens count, masks [samples, tokens] of 0 and 1. Of a value whose first
             axes are these two, or one of both, other tokens are not compared.
+        progress: show bars where it takes longer than seconds.
 
-    Raises: ExportError if ``valid`` names no input that is such a mask, ``batch_size`` or ``threads`` is below 1, there
-        is no file, one was not written by qtk, or does not run on the data.
+    Raises: ExportError if ``valid`` names no input that is such a mask, there is no file, one was not written by qtk,
+        or does not run on the data.
     """
     require_onnxruntime()
     check_runtime(runtime)
-    check_timing(batch_size, threads)
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
@@ -80,21 +68,18 @@ def verify_files(
         raise ExportError(f"{directory} holds no .onnx file to verify; {remedy}")
     if data is not None and files[1:]:
         raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
-    return [
-        _verify(file, data, runtime, float_export, turns, batch_size, threads, valid, progress=progress)
-        for file in files
-    ]
+    return [_verify(file, data, runtime, latency, valid, progress=progress) for file in files]
 
 
 def _verify(
-    file: Path, data: Iterable[object] | None, runtime: str, float_export: str | os.PathLike[str] | None, turns: int,
-    batch_size: int, threads: int | None, valid: Sequence[str], *, progress: bool,
+    file: Path, data: Iterable[object] | None, runtime: str, latency: LatencyRequest, valid: Sequence[str], *,
+    progress: bool,
 ) -> Verdict:
-    in_float = None if float_export is None else float_file(float_export, file)
+    in_float = None if latency.float_export is None else float_file(latency.float_export, file)
     stored = list(stored_sites(file))
     encodings = {site.name: site.encoding for site in stored if site.encoding is not None}
     try:
-        runs = FileRuns(file, {}, threads=threads)
+        runs = FileRuns(file, {}, threads=latency.threads)
     except ExportError:
         raise
     except Exception as error:
@@ -122,8 +107,8 @@ def _verify(
             raise ExportError(f"{file}: no batches to verify it on")
         first = examples[0]
         runs.run_ops(*examples)
-        if turns:
-            runs.measure(first, in_float, turns=turns, progress=progress, batch_size=batch_size)
+        if latency.turns:
+            runs.measure(first, in_float, turns=latency.turns, progress=progress, batch_size=latency.batch_size)
         results = runs.runs()
     finally:
         runs.close()

@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def captured(model, place=""):
-    return capture_graph(model.eval(), [CALL], "batch", verify=False, place=place)
+    return capture_graph(model.eval(), [CALL], "batch", verify=False, around=ladder.Surroundings(place))
 
 
 def plant(graph, old, new, which=0):

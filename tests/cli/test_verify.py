@@ -65,7 +65,8 @@ def test_the_mask_of_tokens_is_named(exported):
 
 def test_the_float_export_of_a_recipe_is_found(exported, monkeypatch):
     given = []
-    monkeypatch.setattr(verification, "verify_files", lambda *_, float_export, **__: given.append(float_export) or [])
+    monkeypatch.setattr(
+        verification, "verify_files", lambda *_, latency, **__: given.append(latency.float_export) or [])
     (exported / "fp32").mkdir()
     invoke(exported / "w8a8")
     invoke(exported / "w8a8", "--float-export", exported / "other")

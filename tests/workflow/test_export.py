@@ -20,7 +20,8 @@ from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_json
 from qtk.export.onnx import qdq
 from qtk.runtimes.session import create_session
-from qtk.workflow.export import EXPORTERS, export
+from qtk.workflow.export import EXPORTERS, OnnxOptions, export
+from qtk.workflow.verify_export import LatencyRequest
 from qtk.workflow.verify_files import verify_files
 
 EXAMPLE = torch.randn(2, 8)
@@ -48,16 +49,12 @@ def sim():
 def test_saturating_sums_are_warned_of_where_the_file_may_meet_such_a_cpu(config, warns, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        export(simulated(config=config), EXAMPLE, tmp_path / "out", check=fit, formats="onnx")
+        export(simulated(config=config), EXAMPLE, tmp_path / "out", formats="onnx")
     assert any("on x86 without VNNI" in str(each.message) for each in caught) == warns
 
 
 def encodings_of(simulation):
     return {site.name: quantizer.encoding for site, quantizer in simulation.quantizers.items()}
-
-
-def fit() -> None:
-    pass
 
 
 def names(directory):
@@ -78,7 +75,7 @@ def test_excluded_modules_are_the_excluded_layers_of_aimet(tmp_path):
 @pytest.mark.medium
 def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     encodings = encodings_of(sim)
-    export(sim, EXAMPLE, tmp_path / "out", check=fit)
+    export(sim, EXAMPLE, tmp_path / "out")
     assert names(tmp_path / "out") == [
         "encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", "model.onnx"
     ]
@@ -99,37 +96,38 @@ def test_a_schema_that_cannot_hold_the_model_is_left_out_and_said(tmp_path):
     floats = simulated(config={"version": 1, "defaults": {"weight": {"dtype": "fp8_e4m3", "symmetric": True}}},
                        activation_bits=None)
     with pytest.warns(UserWarning, match=r"skipped encodings_aimet_1\.0\.0\.json: 0\.weight: .* holds no fp8_e4m3"):
-        export(floats, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
+        export(floats, EXAMPLE, tmp_path / "out", formats="encodings")
     assert names(tmp_path / "out") == ["encodings.json", "encodings_aimet_2.0.0.json"]
     back = encodings_json.read(tmp_path / "out" / "encodings.json")
     assert back["0.weight"].equals(encodings_of(floats)["0.weight"])
     with pytest.raises(ExportError, match="holds no fp8_e4m3"):
-        export(floats, EXAMPLE, tmp_path / "one", check=fit, formats="encodings_aimet_1.0.0")
+        export(floats, EXAMPLE, tmp_path / "one", formats="encodings_aimet_1.0.0")
 
 
 @pytest.mark.medium
 def test_blocks_are_read_back_too(tmp_path):
     blocks = simulated(config={"version": 1, "defaults": {"weight": {"bits": 4, "symmetric": True,
                                                                      "granularity": "per_block", "block_size": 2}}})
-    export(blocks, EXAMPLE, tmp_path / "out", check=fit)
+    export(blocks, EXAMPLE, tmp_path / "out")
     assert len(names(tmp_path / "out")) == 4
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_0.6.1", "encodings_aimet_2.0.0", "onnx"])
 def test_each_format_alone(name, sim, tmp_path):
-    export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
+    export(sim, EXAMPLE, tmp_path / "out", formats=(name, name))
     assert len(names(tmp_path / "out")) == 1
 
 
 @pytest.mark.medium
 def test_converters_of_aimet_get_the_float_model_beside_each_schema_once(sim, tmp_path):
-    export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onnx", "aimet_0.6.1", "aimet_2.0.0"))
+    export(sim, EXAMPLE, tmp_path / "out", formats=("onnx", "aimet_0.6.1", "aimet_2.0.0"))
     assert names(tmp_path / "out") == [
         "encodings_aimet_0.6.1.json", "encodings_aimet_2.0.0.json", "float", "model.onnx"
     ]
     assert names(tmp_path / "out" / "float") == ["model.onnx"]
-    verdict = verify_files(tmp_path / "out", [EXAMPLE], float_export=tmp_path / "out" / "float", turns=0)
+    latency = LatencyRequest(0, float_export=tmp_path / "out" / "float")
+    verdict = verify_files(tmp_path / "out", [EXAMPLE], latency=latency)
     assert len(verdict) == 1
 
 
@@ -139,24 +137,22 @@ def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
 
     monkeypatch.setattr(qdq, "export", failing)
     with pytest.raises(ExportError, match="disk gone"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit)
+        export(sim, EXAMPLE, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_check_runs_before_anything_is_written(sim, tmp_path):
-    def unfit() -> None:
-        raise CheckError("fc: saw no data")
-
-    with pytest.raises(CheckError, match="saw no data"):
-        export(sim, EXAMPLE, tmp_path / "out", check=unfit)
+def test_the_check_runs_before_anything_is_written(tmp_path):
+    unfit = qtk.QuantSim(nn.Linear(8, 4).eval(), EXAMPLE).simulation
+    with pytest.raises(CheckError, match="weight: no encoding"):
+        export(unfit, EXAMPLE, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_formats_are_refused_with_the_known_ones(sim, tmp_path):
     with pytest.raises(ConfigError, match="unknown export format 'onx'; did you mean 'onnx'"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onx",))
+        export(sim, EXAMPLE, tmp_path / "out", formats=("onx",))
     with pytest.raises(ExportError, match="no formats to export; choose from encodings"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=())
+        export(sim, EXAMPLE, tmp_path / "out", formats=())
     assert "onnx" in EXPORTERS
 
 
@@ -165,9 +161,9 @@ def test_nothing_is_overwritten_unasked(sim, tmp_path):
         (folder / "mine").write_text("mine")
     arguments = (sim, EXAMPLE, tmp_path / "out")
     with pytest.raises(ExportError, match="exists already"):
-        export(*arguments, check=fit, formats=("encodings",))
+        export(*arguments, formats=("encodings",))
     assert names(tmp_path / "out") == ["mine"]
-    export(*arguments, check=fit, formats=("encodings_json",), force=True)
+    export(*arguments, formats=("encodings_json",), force=True)
     assert names(tmp_path / "out") == ["encodings.json"]
 
 
@@ -178,7 +174,7 @@ def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):
     monkeypatch.delattr("qtk.export.onnx.float_graph", raising=False)
     for name in ("onnx", "aimet_1.0.0"):
         with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
-            export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=name)
+            export(sim, EXAMPLE, tmp_path / "out", formats=name)
 
 
 def doubled(encodings, site="0.weight"):
@@ -203,7 +199,7 @@ def test_a_wrong_scale_in_a_file_of_encodings_is_found(module, writer, file, sim
     write = table[key]
     monkeypatch.setitem(table, key, lambda encodings, path, **rest: write(doubled(encodings), path, **rest))
     with pytest.raises(ExportError, match=rf"{file} read back differs .*: 0\.weight: scale\[0\] is .* nothing was"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
+        export(sim, EXAMPLE, tmp_path / "out", formats="encodings")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -217,20 +213,20 @@ def test_a_site_that_only_one_side_has_is_found(lost, sim, tmp_path, monkeypatch
     monkeypatch.setattr(encodings_json, "export", write)
     found = "is missing in the file" if lost else "other is not quantized in the simulation"
     with pytest.raises(ExportError, match=rf"encodings\.json read back .*{found}"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+        export(sim, EXAMPLE, tmp_path / "out", formats="encodings_json")
 
 
 def test_a_lost_site_of_dynamic_quantization_is_found(tmp_path, monkeypatch):
     dynamic, original = simulated(config="dynamic"), encodings_json.export
     monkeypatch.setattr(encodings_json, "export", lambda encodings, path, **_: original(encodings, path))
     with pytest.raises(ExportError, match=r"encodings\.json read back .* dynamic quantization"):
-        export(dynamic, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+        export(dynamic, EXAMPLE, tmp_path / "out", formats="encodings_json")
 
 
 def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch):
     monkeypatch.setattr(encodings_json, "export", lambda encodings, path, **_: path.write_text("{"))
     with pytest.raises(ExportError, match=r"encodings\.json read back .* is not JSON"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+        export(sim, EXAMPLE, tmp_path / "out", formats="encodings_json")
 
 
 @pytest.mark.sample(1)
@@ -257,7 +253,7 @@ def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said
     monkeypatch.setattr(qdq, "export", write)
     site = re.escape(re.sub(r"\.(codes|scale|zero_point)$", "", initializer))
     with pytest.raises(ExportError, match=rf"model\.onnx read back differs .*: {site}: {said}.* nothing was written"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx")
+        export(sim, EXAMPLE, tmp_path / "out", formats="onnx")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,7 +277,7 @@ def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch
     original = qdq.export
     monkeypatch.setattr(qdq, "export", write)
     with pytest.raises(ExportError, match=r"model\.onnx read back differs .*(0\.weight|another)"):
-        export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")
+        export(sim, torch.randn(2, 8), tmp_path / "out", formats="onnx")
 
 
 @pytest.mark.sample(1)
@@ -297,7 +293,7 @@ def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(target, full)
         with pytest.raises(ExportError, match="No space left on device"):
-            export(sim, EXAMPLE, tmp_path / "new" / "out", check=fit)
+            export(sim, EXAMPLE, tmp_path / "new" / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,10 +317,10 @@ def test_bfloat16_is_refused_with_the_way_out_and_the_way_out_works(tmp_path):
 
 @pytest.mark.slow
 def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
-    export(sim, EXAMPLE, tmp_path / "out", check=fit, opset=22)
+    export(sim, EXAMPLE, tmp_path / "out", onnx=OnnxOptions(opset=22))
     assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 22
     with pytest.raises(ExportError, match="opset=22 has no effect on the formats encodings; add 'onnx'"):
-        export(sim, EXAMPLE, tmp_path / "new", check=fit, formats="encodings", opset=22)
+        export(sim, EXAMPLE, tmp_path / "new", formats="encodings", onnx=OnnxOptions(opset=22))
 
 
 class Step(nn.Module):
@@ -366,9 +362,9 @@ def test_axes_and_outputs_have_the_names_that_are_given(dynamic_shapes, frames, 
 @pytest.mark.medium
 def test_names_of_outputs_are_one_for_each_and_of_one_onnx_file(sim, tmp_path):
     with pytest.raises(ExportError, match=r"output_names has 2 names, and the model has 1 outputs: output; give"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx", output_names=["a", "b"])
+        export(sim, EXAMPLE, tmp_path / "out", formats="onnx", onnx=OnnxOptions(output_names=["a", "b"]))
     with pytest.raises(ExportError, match=r"output_names has 'input', which is .* of another output or of an input"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx", output_names=["input"])
+        export(sim, EXAMPLE, tmp_path / "out", formats="onnx", onnx=OnnxOptions(output_names=["input"]))
     with pytest.raises(ExportError, match=r"output_names=\['a'\] has no effect on the formats encodings; add 'onnx'"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings", output_names=["a"])
+        export(sim, EXAMPLE, tmp_path / "out", formats="encodings", onnx=OnnxOptions(output_names=["a"]))
     assert not (tmp_path / "out").exists()

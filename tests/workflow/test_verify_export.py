@@ -23,6 +23,7 @@ from qtk.report.findings import saturation_remedy
 from qtk.report.verdict import EXACT, OFF, ON, Level
 from qtk.runtimes import file_runs
 from qtk.workflow import verify_export as verification
+from qtk.workflow.verify_export import LatencyRequest
 from qtk.workflow.verify_files import verify_files
 from tests.export.onnx.simulated import nothing, simulate, symmetric
 from tests.zoo.streams import frames, stream
@@ -444,8 +445,8 @@ def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path,
     begun, reference = [], file_runs.FileRuns.reference
     monkeypatch.setattr(file_runs.FileRuns, "reference",
                         lambda runs, inputs: begun.append(int(inputs["steps"])) or reference(runs, inputs))
-    (alone,) = verify_files(tmp_path / "out", [*batches], turns=0, progress=False)
+    (alone,) = verify_files(tmp_path / "out", [*batches], latency=LatencyRequest(0), progress=False)
     assert begun == list(range(8))  # each batch with what the one before returned
     assert alone.level is not Level.RED
-    (random,) = verify_files(tmp_path / "out", turns=0, progress=False)
+    (random,) = verify_files(tmp_path / "out", latency=LatencyRequest(0), progress=False)
     assert random.level is not Level.RED

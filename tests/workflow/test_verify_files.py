@@ -10,6 +10,7 @@ import qtk
 from qtk.errors import CalibrationError, ExportError
 from qtk.report.verdict import Level
 from qtk.runtimes.session import integer_sums_saturate
+from qtk.workflow.verify_export import LatencyRequest
 from qtk.workflow.verify_files import REFERENCE, _counted, verify_files
 from tests.export.onnx.without_vnni import QEMU
 
@@ -31,8 +32,9 @@ def written(tmp_path_factory):
     return folder
 
 
-def verified(folder, *data, **options):
-    (verdict,) = verify_files(folder, *data, turns=0, progress=False, **options)
+def verified(folder, *data, float_export=None, **options):
+    latency = LatencyRequest(0, float_export=float_export)
+    (verdict,) = verify_files(folder, *data, latency=latency, progress=False, **options)
     return verdict
 
 
@@ -135,7 +137,7 @@ def test_bad_input(written, tmp_path):
         onnx.save(onnx.load(written / "onnxruntime" / "model.onnx"), tmp_path / f"{name}.onnx")
     with pytest.raises(ExportError, match="holds 2 files, and data fits one"):
         verify_files(tmp_path, [INPUTS])
-    assert len(verify_files(tmp_path, turns=0, progress=False)) == 2
+    assert len(verify_files(tmp_path, latency=LatencyRequest(0), progress=False)) == 2
 
 
 @pytest.mark.slow  # tests/report/test_findings.py and test_verify_export.py pretend to be such a CPU

@@ -22,22 +22,21 @@ PADDED_KERNELS = {"lstm": torch.ops.qtk.padded_lstm.default, "gru": torch.ops.qt
 
 @torch.library.register_fake("qtk::padded_lstm")  # type: ignore[untyped-decorator]
 def _lstm_shapes(
-    x: Tensor, lengths: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool,
+    x: Tensor, lengths: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *settings: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden, cell = hx
-    return _output(x, hidden, bidirectional), torch.empty_like(hidden), torch.empty_like(cell)
+    return _output(x, hidden, settings), torch.empty_like(hidden), torch.empty_like(cell)
 
 
 @torch.library.register_fake("qtk::padded_gru")  # type: ignore[untyped-decorator]
 def _gru_shapes(
-    x: Tensor, lengths: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool,
+    x: Tensor, lengths: Tensor, hx: Tensor, params: Sequence[Tensor], *settings: object
 ) -> tuple[Tensor, Tensor]:
-    return _output(x, hx, bidirectional), torch.empty_like(hx)
+    return _output(x, hx, settings), torch.empty_like(hx)
 
 
-def _output(x: Tensor, hidden: Tensor, bidirectional: bool) -> Tensor:
+def _output(x: Tensor, hidden: Tensor, settings: Sequence[object]) -> Tensor:
+    *_, bidirectional = settings
     return x.new_empty(x.shape[0], x.shape[1], hidden.shape[-1] * (2 if bidirectional else 1))
 
 

@@ -40,10 +40,7 @@ torch.library.define(DYNAMIC_LSTM, "(Tensor x, Tensor hidden, Tensor cell, Tenso
                      "Tensor? b_hh, bool backwards) -> (Tensor, Tensor, Tensor)")
 
 
-def _results(
-    x: Tensor, hidden: Tensor, cell: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
-    backwards: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _results(x: Tensor, hidden: Tensor, cell: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors like those that the op returns: x [T, N, I], states [N, H] → [T, N, H], and states."""
     return x.new_empty(*x.shape[:2], hidden.shape[-1]), torch.empty_like(hidden), torch.empty_like(cell)
 
