@@ -14,7 +14,6 @@ from qtk.graph.written_buffers import is_input, is_state, written_buffers
 from qtk.operators.op_row import OpRow, Role
 from qtk.operators.op_table import IDENTITY, INDICES
 
-
 CLOCK = "qtk_clock"
 """The label of what reads a buffer that another graph of the model counts in."""
 
