@@ -202,9 +202,8 @@ class ValidTokens:
 
     def warn_of_unfollowed(self, names: Mapping[Quantizer, str] | Mapping[fx.Node, str]) -> None:
         """Warns of the places where all rows were seen, though some are no tokens. ``names``: of those that matter."""
-        known: dict[Place, str] = {**names}
-        found = {known[place]: op for place, op in self._unfollowed.items() if place in known}
-        missed = {known[place]: inputs for place, inputs in self._unmasked.items() if place in known}
+        found = {name: self._unfollowed[place] for place, name in names.items() if place in self._unfollowed}
+        missed = {name: self._unmasked[place] for place, name in names.items() if place in self._unmasked}
         if missed:
             inputs = ", ".join(dict.fromkeys(name for each in missed.values() for name in each))
             shown = ", ".join(list(missed)[:3]) + (", …" if len(missed) > 3 else "")

@@ -109,7 +109,7 @@ def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tupl
     An int32 bias has the scale of weight times input, so that it needs both.
     """
     if role == "bias":
-        biases = (draft.rules.decisions(op).bias if op.part else draft.decisions(op.node).bias for draft, op in matched)
+        biases = ((draft.rules.decisions(op) if op.part else draft.decisions(op.node)).bias for draft, op in matched)
         return (rules.weight.is_final or rules.activation.is_final) and any(
             index in bias.rules and bias.setting.dtype == INT32.name for bias in biases
         )

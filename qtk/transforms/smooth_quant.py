@@ -121,7 +121,8 @@ class SmoothQuant:
     @property
     def places(self) -> dict[fx.Node, str]:
         """The nodes whose values are gathered → the names of their sites."""
-        return {each.tapped.node: value_site(each.tapped.node).name for each in (*self.values, *self.scaled_sites)}
+        nodes = [value.tapped.node for value in self.values] + [site.tapped.node for site in self.scaled_sites]
+        return {node: value_site(node).name for node in nodes}
 
     @contextmanager
     def gathering(self, tokens: ValidTokens | None = None) -> Iterator[None]:

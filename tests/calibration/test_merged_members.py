@@ -154,7 +154,7 @@ def test_members_are_sampled_from_valid_tokens_alone():
     with torch.no_grad(), in_mode(sim.simulation.quantizers.values(), Mode.BYPASS):
         with tokens.listening(), samples.followed():
             sim.model(x, mask)
-        first, second = (torch.nn.functional.linear(counted, each.weight, each.bias) for each in (net.first, net.second))
+        first, second = (nn.functional.linear(counted, each.weight, each.bias) for each in (net.first, net.second))
     members = dict(samples.values)[next(site for site in samples.values if site.name == "mul:out")]
     for values, expected in zip(members.values(), (first, second.sigmoid()), strict=True):
         torch.testing.assert_close(values.sort().values, (expected * 1.5).flatten().sort().values)

@@ -33,7 +33,8 @@ def by_hand(row: np.ndarray, qmin: int, qmax: int, symmetric: bool) -> tuple[np.
     low, high = min(row.min(), f(0)), max(row.max(), f(0))
     scale = max(high / f(qmax), low / f(qmin)) if symmetric else (high - low) / f(qmax - qmin)
     farthest = max(qmax, -qmin) if symmetric else qmax - qmin
-    scale = f(1) if scale == 0 else np.clip(scale, f(SMALLEST_SCALE), f(float(np.finfo(f).max) * (1 - 2.0**-23) / farthest))
+    largest = f(float(np.finfo(f).max) * (1 - 2.0**-23) / farthest)
+    scale = f(1) if scale == 0 else np.clip(scale, f(SMALLEST_SCALE), largest)
     zero = 0 if symmetric else int(np.clip(np.rint(f(qmin) - low / scale), qmin, qmax))
     codes = np.clip(np.rint(row / scale) + f(zero), qmin, qmax)
     return (codes - f(zero)) * scale, scale, zero

@@ -181,7 +181,7 @@ def test_a_layer_whose_weights_have_no_dynamic_kernel_is_float_alone():
     found = plan_of(Deep(), X, {**BARE, "defaults": INT8, "rules": rules}, **CONFIGURED)
     assert {name for name in by_name(found) if ":in[0]" in name} >= {"lstm.l0.projection:in[0]"}
     reasons = {site.name: why for site, why in found.unquantized.items()}
-    assert reasons["lstm.l1.cell.gates:out"].startswith("inside is float, for no dynamic kernel computes weights of int4")
+    assert "no dynamic kernel computes weights of int4" in reasons["lstm.l1.cell.gates:out"]
 
 
 @pytest.mark.parametrize(("rule", "message"), [

@@ -151,7 +151,7 @@ def test_a_count_of_calls_that_another_kind_of_call_reads_stays_in_float():
 
 @pytest.mark.medium
 def test_the_file_of_the_call_that_reads_takes_the_buffer(tmp_path):
-    model, sim, x = calibrated_memory(READS, WRITES)
+    _, sim, x = calibrated_memory(READS, WRITES)
     sim.export(tmp_path / "out", formats=("onnx",))
     session = qtk.runtimes.session.create_session(tmp_path / "out" / "model.onnx", optimized=False)[0]
     with torch.no_grad():

@@ -141,10 +141,8 @@ def _marked(
             copied.over_time = step_operators(node, copied, sites, contrib_operators=contrib_operators)
             copied.packed_kernel = PADDED_KERNELS.get(copied.kind)
         elif isinstance(copied, RecurrentCell) and contrib_operators and copied.kind in ONE_OPERATOR:
-            operators = step_operators(node, copied, sites, contrib_operators=True)
-            if operators.runs(copied.step):
-                copied.over_time = operators
-                copied.add_module("active_tap", _ActiveTap())
+            copied.over_time = step_operators(node, copied, sites, contrib_operators=True)
+            copied.add_module("active_tap", _ActiveTap())
         flat.set_submodule(str(node.target), copied)
     if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
         followed = {site.name for site in sites.values() if _is_by_element(site)}

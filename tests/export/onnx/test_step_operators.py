@@ -72,15 +72,6 @@ def test_a_cell_is_one_operator(kind, expected, tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", [nn.LSTMCell, pytest.param(nn.GRUCell, marks=pytest.mark.slow)])
-def test_a_cell_with_values_of_its_own_inside_is_no_loop_of_one_step(kind, tmp_path):
-    given = (torch.randn(3, I), *(torch.randn(3, H) * 0.3 for _ in range(1 + (kind is nn.LSTMCell))))
-    sim = exported(Cell(kind), given, tmp_path / "out", layers(("cell.step", "int16_state")))
-    assert operators(tmp_path / "out" / "model.onnx") == {}
-    assert_computed(sim, given, tmp_path / "out" / "model.onnx", least_db=40)
-
-
-@pytest.mark.medium
 @pytest.mark.parametrize(("net", "expected"), [
     pytest.param(lambda: nn.LSTM(I, H, proj_size=4), {"Scan": 1}, marks=pytest.mark.slow),
     (lambda: nn.GRU(I, H, 2), {"GRU": 2}),
