@@ -9,10 +9,12 @@ from qtk.capture.free_shapes import (
     check_dynamic_shapes,
     free_shapes,
     leaf_numbers,
+    shapes_like,
     token_axes,
     with_batch_of_two,
 )
 from qtk.errors import CaptureError
+from tests.capture.caches import Cache
 
 
 class Streaming(nn.Module):
@@ -201,3 +203,11 @@ def test_running_out_of_memory_is_no_answer_of_the_model(error):
         with_batch_of_two(model, (x,), {})
     with pytest.raises(type(error)):
         qtk.prepare_model(model, x)
+
+
+def test_shapes_of_a_registered_class_are_those_of_its_tensors_in_a_list():
+    cache = Cache()
+    cache.keys, cache.values = [torch.ones(2, 3)], [torch.ones(2, 4)]
+    tree = {"x": torch.ones(2), "cache": cache, "pair": (torch.ones(1), None)}
+    shapes = shapes_like(tree, lambda leaf: {0: leaf.shape[-1]} if isinstance(leaf, torch.Tensor) else None)
+    assert shapes == {"x": {0: 2}, "cache": [{0: 3}, {0: 4}], "pair": ({0: 1}, None)}

@@ -1,6 +1,8 @@
 """Where models and weights come from."""
 
 import pickle
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def test_pretrained_weights_are_asked_of_the_library(monkeypatch):
         ("torchvision:mobilenet_v4", None, "torchvision has no model 'mobilenet_v4'; did you mean 'mobilenet_v2'"),
         ("demo:digits_cn", None, "unknown demo model 'digits_cn'; did you mean 'digits_cnn'"),
         ("digits_cn", None, "models.a: 'digits_cn' does not say where .*:callable; did you mean demo:digits_cnn"),
-        ("qqqq", None, r"write timm:…, torchvision:…, demo:… or module:callable$"),
+        ("qqqq", None, r"write timm:…, torchvision:…, demo:…, hf:… or module:callable$"),
         ("math:hypot", "pretrained", "weights: pretrained is for timm: and torchvision:"),
         ("collections:OrderedDict", None, r"OrderedDict\(\) returned a OrderedDict; it must return an nn.Module"),
     ],
@@ -130,3 +132,60 @@ def test_a_name_without_its_library_is_answered_with_it(name, written):
 def test_a_name_that_no_library_has_is_a_wrong_locator():
     with pytest.raises(ConfigError, match="module:callable"):
         build_model("no_such_model_anywhere")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A package called transformers: a config has ``architectures``, a model is a Linear that lacks what it is told."""
+    package = ModuleType("transformers")
+    asked = {}
+
+    class Net(nn.Linear):
+        lost = ()
+
+        @classmethod
+        def from_pretrained(cls, folder, **options):
+            asked.update(options, folder=folder)
+            return cls(2, 2).train(), {"missing_keys": set(cls.lost), "mismatched_keys": set()}
+
+    package.Net, package.asked, package.architectures = Net, asked, ["Net"]
+    package.AutoConfig = SimpleNamespace(
+        from_pretrained=lambda folder, **options: SimpleNamespace(architectures=package.architectures))
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    return package
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_folder_of_transformers_is_loaded_from_safetensors_alone(library, folder):
+    model = build_model(f"hf:{folder}")
+    assert isinstance(model, library.Net)
+    assert not model.training
+    assert library.asked == {"folder": folder, "use_safetensors": True, "output_loading_info": True,
+                             "local_files_only": True, "trust_remote_code": False}
+    assert usual_input_shape(f"hf:{folder}", model) is None
+
+
+def test_a_folder_that_lacks_something_says_what(library, folder, tmp_path):
+    library.Net.lost = ("head.weight",)
+    with pytest.raises(ConfigError, match=r"^model: .*: these weights are missing in its files, .*: head.weight$"):
+        build_model(f"hf:{folder}")
+    library.architectures = ["Own"]
+    with pytest.raises(ConfigError, match=r"the architectures \['Own'\], and transformers has none of them"):
+        build_model(f"hf:{folder}")
+    (folder / "model.safetensors").rename(folder / "model.bin")
+    with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
+        build_model(f"hf:{folder}")
+    with pytest.raises(ConfigError, match=r"^a: 'none' is no folder with a config.json"):
+        build_model("hf:none", where="a")
+
+
+def test_without_transformers_a_folder_says_what_to_install(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r'needs transformers, .* pip install "qtk\[hf\]"'):
+        build_model(f"hf:{folder}")
