@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from qtk.core.dtypes import FloatDtype
-from qtk.core.spec import QuantSpec, ScaleFormat
-from qtk.export.compressed_tensors.layers import Layers
-from qtk.quantizers.quantizer import Quantizer
+from qtk.core.spec import ScaleFormat
+from qtk.export.compressed_tensors.layers import Layers, alike
 
 
 def warn_of_files(layers: Layers) -> None:
@@ -45,7 +44,7 @@ def _warn_of_siblings(layers: Layers) -> None:
     for members in layers.siblings():
         first, others = members[0], members[1:]
         for other in others:
-            if (other.encoding.spec, _spec(other.inputs)) != (first.encoding.spec, _spec(first.inputs)):
+            if other.encoding.spec != first.encoding.spec or not alike(other.inputs, first.inputs):
                 warnings.warn(f"{first.name} and {other.name} read the same value and are quantized in different ways; "
                               "servers that fuse them (queries, keys and values; gate and up) refuse the file: give "
                               "them the same setting", stacklevel=4)
@@ -68,19 +67,15 @@ def _warn_of_what_transformers_loads(layers: Layers) -> None:
               or (layer.inputs is not None and not isinstance(layer.encoding.spec.dtype, FloatDtype))]
     if unread:
         warnings.warn(f"transformers does not load the experts of {unread[0]}{_more(unread)}, or gets other numbers: "
-                      "of experts it reads symmetric integers with inputs in float, and fp8_e4m3; servers read them",
-                      stacklevel=4)
+                      "of experts it reads symmetric integers with inputs in float, and fp8_e4m3; this file is for "
+                      "servers", stacklevel=4)
     lost = [layer.name for layer in every if layer.inputs is not None
             and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
     if lost:
-        warnings.warn(f"transformers loads {lost[0]}{_more(lost)} with inputs in "
-                      "float, for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
+        warnings.warn(f"transformers loads {lost[0]}{_more(lost)} with inputs in float, "
+                      "for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
                       stacklevel=4)
 
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if names[1:] else ""
-
-
-def _spec(quantizer: Quantizer | None) -> QuantSpec | None:
-    return None if quantizer is None else quantizer.spec

@@ -9,7 +9,7 @@ from torch import nn
 import qtk
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import layers_of
-from tests.export.compressed_tensors.models import BLOCKS, Siblings, X, simulated
+from tests.export.compressed_tensors.models import BLOCKS, STATIC, Siblings, X, simulated
 
 
 def said(sim):
@@ -25,6 +25,11 @@ def test_layers_of_one_value_have_one_scheme():
     eight = {"match": {"path": "k"}, "weight": {"dtype": "int8", "granularity": "per_channel"}}
     (message,) = said(simulated(Siblings(), {"dtype": "int4", **BLOCKS}, [eight]))
     assert "q.weight and k.weight read the same value and are quantized in different ways" in message
+    static = simulated(Siblings(), {"dtype": "int8"}, inputs=STATIC)
+    assert said(static) == []  # calibrated on the same values
+    quantizer = static.quantizers["k:in[0]"]
+    quantizer.load_encoding(qtk.Encoding(quantizer.spec, 2 * quantizer.scale))
+    assert ["in different ways" in each for each in said(static)] == [True]
 
 
 @pytest.mark.medium
