@@ -63,6 +63,7 @@ __all__ = [
     "divergence",
     "dtype",
     "equalize_model",
+    "export_gguf",
     "fold_batch_norms",
     "perplexity",
     "prepare_model",
@@ -93,6 +94,7 @@ _MODULE_OF = {
     "distillation_loss": "qtk.algorithms.distillation",
     "divergence": "qtk.workflow.divergence",
     "equalize_model": "qtk.workflow.equalize",
+    "export_gguf": "qtk.workflow.export_gguf",
     "fold_batch_norms": "qtk.workflow.fold_batch_norms",
     "perplexity": "qtk.workflow.perplexity",
     "quantize": "qtk.auto.quantize",
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     from qtk.workflow.divergence import divergence
     from qtk.workflow.equalize import equalize_model
     from qtk.workflow.export import EXPORTERS
+    from qtk.workflow.export_gguf import export_gguf
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias

@@ -33,7 +33,8 @@ MARK = "__qtk_public__"
 """Attribute of a public function: a function that returns the annotations it checks."""
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydantic", "pydantic_core", "yaml", "tqdm",
-             "triton", "sympy", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer"}
+             "triton", "sympy", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer",
+             "compressed_tensors", "transformers", "huggingface_hub", "gguf"}
 """Packages that qtk calls; an error in them is of who called them."""
 
 MODEL_CODE: set[types.CodeType] = set()

@@ -3,7 +3,8 @@
     pip install 'qtk[llm]'; python benchmarks/models/bench_language_out.py [--families llama gpt2] [--dtype bfloat16]
 
 A cell is the largest difference of the logits of the reloaded folder from those of the simulation; in brackets that of
-the float model, which says what a difference would be. ``refused`` is followed by qtk's reason, ``error`` by the loader's.
+the float model, which says what a difference would be. ``refused`` is followed by qtk's reason, ``error`` by that of
+the loader.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 import qtk
+from qtk.export.compressed_tensors.layers import layers_of
 
 LAYERS = {"op": ["linear", "addmm", "grouped_matmul"]}
 BLOCKS = {"granularity": "per_block", "block_size": 32, "remainder": "float"}
@@ -52,7 +54,8 @@ def built(family: str, dtype: torch.dtype) -> torch.nn.Module:
 
     kind, config, arguments = FAMILIES[family]
     torch.manual_seed(0)
-    return getattr(transformers, kind)(getattr(transformers, config)(**arguments)).to(dtype).eval()
+    # not .to(dtype), which would round the frequencies of rotary embeddings, too
+    return getattr(transformers, kind)._from_config(getattr(transformers, config)(**arguments), dtype=dtype).eval()
 
 
 def tokens(seed: int) -> dict[str, object]:
@@ -94,10 +97,18 @@ def cell(prepared, model, scheme: dict[str, object], folder: Path) -> str:
         return f"refused: {' '.join(str(error).split())[-250:]}"
     with torch.no_grad():
         expected, in_float = sim.model(**batch).logits, model(**batch).logits
+        for layer in layers_of(sim.model).quantized.values():  # transformers quantizes the inputs of nn.Linear alone
+            if layer.inputs is not None and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0]):
+                layer.inputs.mode = qtk.Mode.BYPASS
+        with_float_inputs = sim.model(**batch).logits
     scale = float((expected - in_float).abs().max())
     try:
-        shown = f"{float((reloaded(folder, batch, False) - expected).abs().max()):.2g}"
-        if any(each.spec.dynamic and each.spec.dtype.name == "int8" for each in sim.quantizers.values()):
+        found = reloaded(folder, batch, False)
+        shown = f"{float((found - expected).abs().max()):.2g}"
+        if not torch.equal(with_float_inputs, expected):
+            off = float((found - with_float_inputs).abs().max())
+            shown += f", with inputs of its experts or Conv1D in float {off:.2g}"
+        elif any(each.spec.dynamic and each.spec.dtype.name == "int8" for each in sim.quantizers.values()):
             shown += f", with the kernels' scales {float((reloaded(folder, batch, True) - expected).abs().max()):.2g}"
     except Exception as error:  # whatever the loader raises
         shown = f"error: {type(error).__name__}: {str(error).splitlines()[0][:90]}"

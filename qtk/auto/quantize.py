@@ -51,7 +51,8 @@ class Quantized(NamedTuple):
 @public
 def quantize(
     model: nn.Module, data: Iterable[Batch], *, target: str | Path | Mapping[str, object] | QuantConfig = "onnxruntime",
-    evaluate: Evaluate | Literal["perplexity", "kl"] | None = None, max_drop: float = 0.01, example_inputs: ExampleInputs | None = None,
+    evaluate: Evaluate | Literal["perplexity", "kl"] | None = None, max_drop: float = 0.01,
+    example_inputs: ExampleInputs | None = None,
     weight_bits: Width = FROM_CONFIG, activation_bits: Width = FROM_CONFIG, scheme: str = "min_max",
     forward: Forward | None = None, num_batches: int | None = None, holdout: float = 0.2,
     valid: Valid | None = None, time_limit: float | None = None,

@@ -30,8 +30,8 @@ def token_metric(
     Raises: ArgumentError for the masks of two sides.
     """
     if valid is not None and not (isinstance(valid, str) or callable(valid)):
-        raise ArgumentError(f"evaluate={name!r} is for decoders, with the tokens of one mask, got valid={valid!r}; name "
-                            "the mask of the tokens that are predicted, or pass a function as evaluate")
+        raise ArgumentError(f"evaluate={name!r} is for decoders, with the tokens of one mask, got valid={valid!r}; "
+                            "name the mask of the tokens that are predicted, or pass a function as evaluate")
 
     def metric(model: nn.Module) -> float:
         if name == "perplexity":

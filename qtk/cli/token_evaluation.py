@@ -48,8 +48,9 @@ def perplexity(items: Iterable[tuple[object, object, object]]) -> float:
         ids = _labels(label)
         if ids is None:
             given = tuple(label.shape) if isinstance(label, Tensor) else type(label).__name__
-            raise ConfigError(f"{PERPLEXITY} needs the token ids [samples, tokens] as label of each batch, got {given}; "
-                              f"return (inputs, ids) from data.evaluation, with {LEFT_OUT} where a token is padding")
+            raise ConfigError(f"{PERPLEXITY} needs the token ids [samples, tokens] as label of each batch, got "
+                              f"{given}; return (inputs, ids) from data.evaluation, with {LEFT_OUT} where a token is "
+                              "padding")
         counted = ids[:, 1:] != LEFT_OUT
         scores = negative_log_likelihoods(_logits(output, ids)[:, :-1][counted], ids[:, 1:][counted])
         total, count = total + float(scores.double().sum()), count + scores.numel()

@@ -1,4 +1,4 @@
-"""Batches of tokens for language models: from tensors, mappings or a text file; which tokens are padding; the logits."""
+"""Batches of tokens for language models: from tensors, mappings or a text; which tokens are padding; the logits."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class TokenBatch:
             mask = valid(batch) if callable(valid) else batch.get(valid) if isinstance(batch, Mapping) else None
             if not isinstance(mask, Tensor) or mask.shape != ids.shape:
                 got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-                raise CalibrationError(f"valid={getattr(valid, '__name__', valid)!r} must give a mask of the token ids, "
-                                       f"{tuple(ids.shape)}, got {got}; name a key of the batches, a dict, or pass a "
+                shown = getattr(valid, "__name__", valid)
+                raise CalibrationError(f"valid={shown!r} must give a mask of the token ids, {tuple(ids.shape)}, got "
+                                       f"{got}; name a key of the batches, a dict, or pass a "
                                        "function from a batch to the mask")
         return cls(ids, mask.to(ids.device).bool())
 

@@ -130,7 +130,7 @@ def tensor_scale_of(scale: Tensor) -> Tensor | None:
     largest = scale.max()
     for number in numbers.to(scale.device):
         for step in (0, -1, 1, -2, 2):  # the quotient is rounded
-            unit = ((largest / number).reshape(1).view(torch.int32) + step).view(torch.float32)[0]
+            unit: Tensor = ((largest / number).reshape(1).view(torch.int32) + step).view(torch.float32)[0]
             if torch.equal((scale / unit).to(torch.float8_e4m3fn).to(torch.float32) * unit, scale):
                 return unit
     return None

@@ -103,9 +103,11 @@ def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:
                     groups.setdefault(float_root(flow, data), {})[quantizer] = encoding
     found: dict[Quantizer, Encoding] = {}
     for members in groups.values():
-        units = [tensor_scale_of(encoding.scale) for encoding in members.values()]
-        common = torch.stack([unit for unit in units if unit is not None]).amax() if None not in units else None
-        for quantizer, encoding in members.items() if common is not None else ():
+        units = [unit for encoding in members.values() if (unit := tensor_scale_of(encoding.scale)) is not None]
+        if len(units) < len(members):
+            continue
+        common = torch.stack(units).amax()
+        for quantizer, encoding in members.items():
             small = (encoding.scale / common).to(torch.float8_e4m3fn).to(torch.float32).clamp(min=SMALLEST_E4M3)
             found[quantizer] = Encoding(encoding.spec, small * common)
     return found

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import (
-    global_scale,
     input_arguments,
     scale_matrices,
     signed_shift,
@@ -49,8 +48,13 @@ class StoredLayer:
     is_transposed: bool = False
 
 
-def stored_layers(layer: QuantizedLayer, original: Original | None) -> list[StoredLayer]:
+def stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Tensor | None) -> list[StoredLayer]:
     """The layers of a checkpoint that a quantized weight becomes: one, or one for each expert and projection.
+
+    Args:
+        layer: the weight.
+        original: the model's class.
+        divisor: of NVFP4 scales.
 
     Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
     """
@@ -68,7 +72,7 @@ def stored_layers(layer: QuantizedLayer, original: Original | None) -> list[Stor
         if number is not None:
             for name, part in by_layer(layer, number, end, original).items():
                 parts.setdefault(name, {})[end] = part
-    return [_stored(name, part, scheme, layer) for name, part in parts.items()]
+    return [_stored(name, part, scheme, layer, divisor) for name, part in parts.items()]
 
 
 def _is_transposed(layer: QuantizedLayer) -> bool:
@@ -100,7 +104,9 @@ def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: Original
     return parts
 
 
-def _stored(name: str, part: Mapping[str, Tensor], scheme: Any, layer: QuantizedLayer) -> StoredLayer:
+def _stored(
+    name: str, part: Mapping[str, Tensor], scheme: Any, layer: QuantizedLayer, divisor: Tensor | None
+) -> StoredLayer:
     weights = scheme.weights
     tensors = {"weight": part["weight"].contiguous(), "weight_scale": part["weight_scale"].contiguous()}
     if weights.strategy == "tensor":
@@ -108,8 +114,7 @@ def _stored(name: str, part: Mapping[str, Tensor], scheme: Any, layer: Quantized
     if "weight_zero_point" in part:
         zero_point = part["weight_zero_point"].to(torch.int8).contiguous()
         tensors["weight_zero_point"] = zero_point.flatten()[:1].clone() if weights.strategy == "tensor" else zero_point
-    if weights.strategy == "tensor_group":
-        divisor = global_scale(layer.encoding.scale.cpu())
+    if divisor is not None:
         tensors |= {"weight_global_scale": divisor, "weight_scale": tensors["weight_scale"] * divisor}
     tensors = compressed(tensors, scheme)
     if layer.inputs is not None and not layer.inputs.spec.dynamic:

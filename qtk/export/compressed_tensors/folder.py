@@ -9,7 +9,6 @@ tokenizer lie beside it. A model that is not one of transformers has the ``quant
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +18,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
-from qtk.export.compressed_tensors.arguments import global_scale, scale_matrices, signed_shift
+from qtk.export.compressed_tensors.arguments import scale_matrices, signed_shift
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
+from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
 from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.numerics.codes import codes_of, values_of
-from qtk.quantizers.quantizer import Quantizer
 
 STATE_FILE, CONFIG_FILE = checkpoint.STATE_FILE, config.CONFIG_FILE
 
@@ -63,21 +61,21 @@ class ReadLayer:
 def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -> None:
     """Writes a simulated model of which linear layers alone are quantized.
 
-    Warns where scales are rounded to the dtype of the model.
+    Warns where scales are rounded to the dtype of the model, and of what servers or transformers do not load.
 
     Raises: ExportError naming the sites that the format cannot hold; if the library is missing; if a file cannot be
         written.
     """
     library()
     layers, original = layers_of(model), Original.of(model)
-    stored = [each for layer in layers.quantized.values() for each in checkpoint.stored_layers(layer, original)]
+    divisors = layers.global_scales()
+    stored = [each for name, layer in layers.quantized.items()
+              for each in checkpoint.stored_layers(layer, original, divisors.get(name))]
     tensors = checkpoint.other_tensors(model, layers.quantized)
     tensors = tensors if original is None else original.stored(tensors)
     for layer in stored:
         tensors |= {f"{layer.path}.{end}".lstrip("."): tensor for end, tensor in layer.tensors.items()}
-    _warn_of_rounded_scales(layers)
-    _warn_of_siblings(layers)
-    _warn_of_what_transformers_loads(layers)
+    warn_of_files(layers)
     checkpoint.write(tensors, folder)
     dtype = next(iter(layers.quantized.values())).weight.dtype
     config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder)
@@ -117,7 +115,8 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
         raise ExportError(f"{sorted(found.keys() ^ expected.keys())[0]} is in one of file and simulation alone")
     for path, layer in found.items():
         if not _equal(layer, expected[path]):
-            raise ExportError(f"{path or 'weight'}: its scales, zero points or integers are not those of the simulation")
+            name = path or "weight"
+            raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
 
 
 def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:
@@ -192,57 +191,3 @@ def _paths_in_float(layers: Layers, original: Original | None, stored: Sequence[
         names += list(original.stored({name: torch.empty(0) for name in names}))
     paths = [name.removesuffix(".weight") for name in dict.fromkeys(names) if name.endswith(".weight")]
     return [path for path in paths if path not in quantized]
-
-
-def _warn_of_rounded_scales(layers: Layers) -> None:
-    """Warns where the dtype of the model does not hold the scales of the simulation."""
-    rounded = []
-    for layer in layers.quantized.values():
-        inputs = None if layer.inputs is None else layer.inputs.encoding
-        scales = [layer.encoding.scale] if layer.encoding.spec.scale_format is None else []
-        scales += [] if inputs is None else [inputs.scale]
-        if any(not torch.equal(scale.to(layer.weight.dtype).float(), scale) for scale in scales):
-            rounded.append(layer)
-    if rounded:
-        dtype = str(rounded[0].weight.dtype).removeprefix("torch.")
-        warnings.warn(f"scales of {len(rounded)} layers ({rounded[0].name}, …) are rounded to {dtype}, the dtype of "
-                      f"the model, in the file; qtk.round_scales(sim) before the export rounds those of the simulation, "
-                      "which is then the file exactly", stacklevel=2)
-
-
-def _warn_of_siblings(layers: Layers) -> None:
-    """Warns of layers that read the same value, which servers fuse (queries, keys and values), and are not alike."""
-    siblings: dict[object, list[QuantizedLayer]] = {}
-    for layer in layers.quantized.values():
-        siblings.setdefault(layer.reads, []).append(layer)
-    for members in siblings.values():
-        first, others = members[0], members[1:]
-        for other in others:
-            if (other.encoding.spec, _spec(other.inputs)) != (first.encoding.spec, _spec(first.inputs)):
-                warnings.warn(f"{first.name} and {other.name} read the same value and are quantized in different ways; "
-                              "servers that fuse them (queries, keys and values; gate and up) refuse the file: give "
-                              "them the same setting", stacklevel=3)
-            elif other.encoding.spec.scale_format is ScaleFormat.E4M3 and not torch.equal(
-                    global_scale(first.encoding.scale), global_scale(other.encoding.scale)):
-                warnings.warn(f"{first.name} and {other.name} read the same value and have other scales of the tensor, "
-                              "of which servers that fuse them take one; run qtk.round_scales(sim) before the export",
-                              stacklevel=3)
-
-
-def _warn_of_what_transformers_loads(layers: Layers) -> None:
-    """Warns of what servers load and transformers (seen in 5.24) does not, or otherwise."""
-    every = layers.quantized.values()
-    if any(layer.encoding.spec.scale_format is ScaleFormat.E4M3 and layer.weight.dtype != torch.bfloat16
-           for layer in every):
-        warnings.warn("transformers makes bfloat16 of NVFP4 weights and does not run them in a model of another dtype; "
-                      "simulate and export model.bfloat16()", stacklevel=3)
-    lost = [layer.name for layer in every if layer.inputs is not None
-            and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
-    if lost:
-        warnings.warn(f"transformers loads {lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''} with inputs in "
-                      "float, for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
-                      stacklevel=3)
-
-
-def _spec(quantizer: Quantizer | None) -> QuantSpec | None:
-    return None if quantizer is None else quantizer.spec

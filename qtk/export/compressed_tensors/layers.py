@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.spec import ScaleFormat
 from qtk.errors import ExportError
-from qtk.export.compressed_tensors.arguments import Unsuited, input_arguments, weight_arguments
+from qtk.export.compressed_tensors.arguments import Unsuited, global_scale, input_arguments, weight_arguments
 from qtk.graph.float_root import float_root
 from qtk.graph.flow import Flow, is_result
 from qtk.graph.graphs import graphs
@@ -21,6 +23,7 @@ from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.sites import SITE, Port, label
 from qtk.moments.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.matrix_axes import MatrixAxes
+from qtk.numerics.scale_formats import tensor_scale_of
 from qtk.operators.op_table import op_name
 from qtk.operators.targets import attribute
 from qtk.quantizers.quantizer import Mode, Quantizer
@@ -65,6 +68,24 @@ class Layers:
     quantized: dict[str, QuantizedLayer] = field(default_factory=dict)
     in_float: dict[str, None] = field(default_factory=dict)
 
+    def siblings(self) -> list[list[QuantizedLayer]]:
+        """The layers by what they read; servers fuse those that read the same value."""
+        groups: dict[fx.Node, list[QuantizedLayer]] = {}
+        for layer in self.quantized.values():
+            groups.setdefault(layer.reads, []).append(layer)
+        return list(groups.values())
+
+    def global_scales(self) -> dict[str, Tensor]:
+        """Name of each NVFP4 weight → the divisor of its scales: one for siblings, if one suits all of their scales."""
+        found: dict[str, Tensor] = {}
+        for members in self.siblings():
+            scales = {layer.name: layer.encoding.scale.cpu().flatten() for layer in members
+                      if layer.encoding.spec.scale_format is ScaleFormat.E4M3}
+            common = tensor_scale_of(torch.cat(list(scales.values()))) if scales else None
+            found |= {name: global_scale(scale) if common is None else (1.0 / common).reshape(1)
+                      for name, scale in scales.items()}
+        return found
+
 
 def layers_of(model: nn.Module) -> Layers:
     """Raises: ExportError naming the sites that the format cannot hold, or if no layer is quantized."""
@@ -86,7 +107,7 @@ def layers_of(model: nn.Module) -> Layers:
                 if readers[memory_of(layer.weight)] != {quantizer}:
                     raise Unsuited("is read in another format, or in float, too")
                 known = found.quantized.setdefault(layer.name, layer)
-                if known.inputs is not layer.inputs and not _alike(known.inputs, layer.inputs):
+                if known.inputs is not layer.inputs and not alike(known.inputs, layer.inputs):
                     raise Unsuited("multiplies inputs that are quantized in several ways")
             except (NotALayer, Unsuited) as reason:
                 findings[site] = str(reason)
@@ -118,13 +139,15 @@ def _layer(
         raise Unsuited("is multiplied in several ways")
     (layout,) = axes
     activations = list(dict.fromkeys(_quantizer_of(flow, use.data) for use in uses))
-    if any(not _alike(activations[0], each) for each in activations):
+    if any(not alike(activations[0], each) for each in activations):
         raise Unsuited("multiplies inputs that are quantized in several ways")
     name = names.get(memory_of(weight), "")
     if not layout.stack and name.rpartition(".")[2] != "weight":
         raise Unsuited("is not the weight of a module")
     layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0], float_root(flow, uses[0].data))
     weight_arguments(encoding, layout, tuple(weight.shape))
+    if encoding.spec.scale_format is ScaleFormat.E4M3:
+        global_scale(encoding.scale)
     if activations[0] is not None:
         input_arguments(activations[0].spec)
     return layer
@@ -148,7 +171,7 @@ def _quantizer_of(flow: Flow, value: fx.Node) -> Quantizer | None:
     return quantizer if quantizer is not None and quantizer.mode is Mode.SIMULATE else None
 
 
-def _alike(first: Quantizer | None, second: Quantizer | None) -> bool:
+def alike(first: Quantizer | None, second: Quantizer | None) -> bool:
     """Whether two inputs are quantized with the same numbers."""
     if first is None or second is None or first.spec != second.spec:
         return first is second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from qtk.errors import ExportError
 INSTALL = "pip install 'qtk[llm]'"
 
 
-def library() -> ModuleType:
+def library() -> Any:
     """The package. Raises: ExportError saying how to install it, where it cannot be imported."""
     try:
         import compressed_tensors.compressors

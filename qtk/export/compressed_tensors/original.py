@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtk.capture.prepared_model import PreparedModel
+from qtk.errors import ExportError, first_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +28,22 @@ class Original:
 
     @classmethod
     def of(cls, model: nn.Module) -> Original | None:
-        """``None`` if the model is not one of transformers."""
+        """``None`` if the model is not one of transformers.
+
+        Raises: ExportError if it cannot be made of its config.
+        """
         from transformers import PreTrainedModel
 
         kind = model.original_type if isinstance(model, PreparedModel) else None
         config = getattr(model, "config", None)
         if kind is None or not issubclass(kind, PreTrainedModel) or not hasattr(config, "to_dict"):
             return None
-        with torch.device("meta"):
-            module = kind(copy.deepcopy(config))
+        try:
+            with torch.device("meta"):
+                module = kind(copy.deepcopy(config))
+        except Exception as error:  # whatever a class of the user's raises
+            raise ExportError(f"{kind.__name__} cannot be made of its config alone, so that the names of its "
+                              f"checkpoints are not known: {first_line(error)}") from error
         return cls(module, getattr(model, "generation_config", None))
 
     def config(self) -> dict[str, object]:
