@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 class QuantSim(Settled):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
-    Every method calls one function, which its docstring names: further arguments, errors and examples stand there.
+    Every method calls one function of ``qtk.workflow`` or ``qtk.training``, whose docstring has the arguments, errors
+    and examples in full.
 
     >>> import qtk, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()

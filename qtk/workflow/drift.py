@@ -35,8 +35,7 @@ def drift(
     ...     def forward(self, x, h):
     ...         h = self.cell(x, h)
     ...         return self.head(h), h
-    >>> steps, zero = torch.randn(50, 2, 4), torch.zeros(2, 8)
-    >>> batches = [(x, zero) for x in steps]
+    >>> batches = [(x, torch.zeros(2, 8)) for x in torch.randn(50, 2, 4)]
     >>> sim = qtk.QuantSim(Stream().eval(), batches[0], states={"h": 1})
     >>> sim.compute_encodings(batches, progress=False)
     >>> sim.drift(batches, steps=200, progress=False).is_bounded

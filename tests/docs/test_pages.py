@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -129,6 +130,17 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
         module, _, name = path.rpartition(".")
         assert getattr(import_module(module), name) is getattr(qtk, name)
+
+
+def test_what_the_methods_of_a_simulation_call_is_in_the_reference() -> None:
+    named = re.findall(r"^::: ([\w.]+)$", page("methods.md"), re.MULTILINE)
+    imports = re.findall(r"^ +from (qtk[\w.]+) import (.+)$", inspect.getsource(qtk.QuantSim), re.MULTILINE)
+    internal = ("qtk.workflow.simulate", "qtk.workflow.sim_settings", "qtk.workflow.store")  # which users do not call
+    called = {f"{module}.{name}" for module, names in imports if module not in internal for name in names.split(", ")}
+    assert called <= {*named}
+    for path in named:
+        module, _, name = path.rpartition(".")
+        assert hasattr(import_module(module), name), path
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
