@@ -17,7 +17,6 @@ from torch import Tensor
 from qtk.numerics.straight_through import second_backward
 from qtk.ops.registration import Gradient
 
-
 _NOTHING = (None,) * 16
 """Gradients of arguments that have none."""
 
