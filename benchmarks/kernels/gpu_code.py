@@ -138,7 +138,6 @@ class Code:
 
     ``wide`` and ``narrow`` are instructions that load or store global memory, by 128 bits or more, and by less: those
     of scales and sums are. ``divisions`` are true ones, of all elements that a thread has in a turn and of its scales.
-    ``sums`` are shapes and layouts of what is summed, which decide in what order.
 
     ``instructions`` an element of the tensor, and ``issues``, those that the chip's issue rate counts: on AMD those of
     the vector unit. ``spills_a_turn`` are instructions of the main loop that store or load what was spilled: outside
@@ -153,7 +152,6 @@ class Code:
     narrow: int
     divisions: int
     atomics: int
-    sums: tuple[str, ...]
     instructions: float | None
     issues: float | None
     spills_a_turn: int | None
@@ -266,7 +264,7 @@ def _nvidia(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
     return Code(
         usage["REG"], usage["STACK"] + usage["LOCAL"], shared, blocks * warps / chip.warps,
         sum(each >= 128 for each in bits), sum(each < 128 for each in bits), len(re.findall(r"div\.rn", text)),
-        len(re.findall(r"\b(?:atom|red)\.", text)), _sums(made.asm["ttgir"]),
+        len(re.findall(r"\b(?:atom|red)\.", text)),
         *_main_loop(sass(listing), launch, chip, warps),
     )
 
@@ -287,13 +285,6 @@ def _amd(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
         registers, number("vgpr_spill_count"), shared,  # spilled scalars are in vector registers, not in memory
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
-        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), _sums(made.asm["ttgir"]),
+        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)),
         *_main_loop(amdgcn(text), launch, chip, warps),
     )
-
-
-def _sums(text: str) -> tuple[str, ...]:
-    """The shapes and layouts of the tensors of float32 that are reduced, in order."""
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, re.MULTILINE))
-    found = re.findall(r"\}\) : \(tensor<([\dx]+xf32), (#\w+)>\) ->", text)
-    return tuple(f"{shape} {layouts[layout]}" for shape, layout in found)

@@ -234,11 +234,10 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     table = Table(title=f"{len(found)} kernels")
-    columns = [key for key in found[0] if key != "sums"]  # long texts
-    for key in columns:
+    for key in found[0]:
         table.add_column(key)
     for row in found:
-        table.add_row(*(_cell(row[key]) for key in columns))
+        table.add_row(*map(_cell, row.values()))
     Console(width=260).print(table)
 
 

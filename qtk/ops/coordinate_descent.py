@@ -51,6 +51,7 @@ def descend_(
     ``zero_point`` [groups, outputs, columns]; ``gram`` [groups, columns, columns] and ``step`` [groups, columns] in the
     same dtype.
 
+    >>> import torch
     >>> weight, rounded, ones = torch.tensor([[[0.4, 0.4]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
     >>> gram = torch.tensor([[[1.0, 0.9], [0.9, 1.0]]])
     >>> descend_(rounded, weight - rounded, weight @ gram, gram, torch.ones(1, 2), ones, None, -8, 7)

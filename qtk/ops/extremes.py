@@ -29,6 +29,7 @@ def add_extremes_(
 
     Shape: ``x`` any, not empty; ``low``, ``high`` float32 [scales], at first inf and -inf; ``counts`` int64 [3].
 
+    >>> import torch
     >>> low, high, counts = torch.tensor([torch.inf]), torch.tensor([-torch.inf]), torch.zeros(3, dtype=torch.int64)
     >>> add_extremes_(torch.tensor([0.5, -2.0, -torch.inf]), (), -1e30, 0, low, high, counts)
     >>> low, high, counts
