@@ -34,7 +34,7 @@ from qtk.nn.device import LOAD, empty_tensors, is_dry_run
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import HigherOrderOperator, pytree, register_dataclass
+from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model", "prepare_own"]
 
@@ -345,7 +345,8 @@ def _register_dataclasses(tree: object) -> Iterator[str]:
     """Lets ``torch.export`` look into the dataclasses of ``tree``. Yields: a note for each type."""
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            if register_dataclass(type(leaf)):  # once for all its instances
+            if type(leaf) not in pytree.SUPPORTED_NODES:  # an instance before made it known
+                torch.export.register_dataclass(type(leaf))
                 yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
             yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
