@@ -199,20 +199,13 @@ def graph_from_bytes(data: bytes) -> fx.Graph:
     return graph
 
 
-def register_dataclass(kind: type) -> bool:
-    """Makes a dataclass known to pytree, which refuses to learn one twice. Returns: whether it was not known."""
-    if kind in pytree.SUPPORTED_NODES:
-        return False
-    torch.export.register_dataclass(kind)
-    return True
-
-
 def _register_dataclasses(spec: pytree.TreeSpec | None) -> None:
     """Makes the dataclasses of a structure known to pytree, as capture did in the process that pickled it."""
     if spec is None:
         return
-    if isinstance(spec.type, type) and dataclasses.is_dataclass(spec.type):
-        register_dataclass(spec.type)
+    kind = spec.type
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(kind)
     for branch in branches(spec):
         _register_dataclasses(branch)
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
-from qtk.torch_private import pytree, register_dataclass
+from qtk.torch_private import pytree
 
 TRANSFORMERS = "transformers"
 """The package whose caches are registered by its own function, where it is loaded; it is never loaded for that."""
@@ -33,7 +34,8 @@ def register_containers(tree: object) -> Iterator[str]:
     for leaf in pytree.tree_leaves(tree):
         kind = type(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            if register_dataclass(kind):  # once for all its instances
+            if kind not in pytree.SUPPORTED_NODES:  # an instance before made it known
+                torch.export.register_dataclass(kind)
                 yield f"{kind.__name__} is now known to torch's pytree as a dataclass"
             yield from register_containers([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         elif is_cache(leaf) and _register_cache(kind):

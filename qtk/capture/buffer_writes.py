@@ -16,10 +16,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, fx, nn
 
-from qtk.core.free_name import free_name
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.counts import CLOCK, is_clock
-from qtk.graph.sites import OP, OWNER, add_labels, label
+from qtk.graph.sites import OP, OWNER, add_labels
 from qtk.graph.written_buffers import READ, WRITE, is_write, is_written, written_buffers
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
 from qtk.operators.targets import attribute
@@ -105,8 +104,7 @@ def _pass_on(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
         graph.erase_node(node)
     with graph.inserting_before(graph.output_node()):
         write = graph.call_function(WRITE, (held, read))
-    taken = {label(node, OP) for node in graph.nodes if not label(node, OWNER)}
-    for node, op in ((read, "clone"), (write, "copy_")):
+    for node in (read, write):
         node.meta = dict(held.meta)
-        add_labels(node, **{OWNER: "", OP: free_name(op, taken)})
+        add_labels(node, **{OWNER: "", OP: node.name})
     return read

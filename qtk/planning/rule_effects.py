@@ -146,8 +146,8 @@ def _overruled(draft: Draft, op: Matchable, role: TensorRole, index: int) -> Ite
         yield f"{_name(node)} is {reason}"
         return
     if op.part and role in ("input", "output"):
-        yield (f"{op.parameter or op.paths[-1]} is a part of {_name(node)}, of which rules set weight, bias and inside; "
-               f"match {_name(node)}, or an op inside it")
+        yield (f"{op.parameter or op.paths[-1]} is a part of {_name(node)}, of which rules set weight, bias and "
+               f"inside; match {_name(node)}, or an op inside it")
         return
     if role == "output":
         values = [user for user in node.users if maker(user) is node and user is not node] or [node]

@@ -116,8 +116,11 @@ def test_a_bias_whose_input_carries_a_mask_leaves_with_it():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("move", [lambda y: y, lambda y: y.transpose(0, 1), lambda y: y[:, -1].reshape(2, 2, 4)])
-@pytest.mark.parametrize("inside", ["float", "quantized"])
+@pytest.mark.parametrize(("inside", "move"), [
+    ("float", lambda y: y.transpose(0, 1)), ("float", lambda y: y[:, -1].reshape(2, 2, 4)),
+    pytest.param("float", lambda y: y, marks=pytest.mark.slow),
+    pytest.param("quantized", lambda y: y.transpose(0, 1), marks=pytest.mark.slow),
+], ids=["moved", "selected", "as it is", "quantized inside"])
 def test_the_output_of_a_recurrent_net_is_found_behind_movement(inside, move):
     class Tagger(nn.Module):
         def __init__(self):

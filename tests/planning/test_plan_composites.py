@@ -1,10 +1,14 @@
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.config.load import load_config
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError
+from qtk.planning.planner import plan
 from tests.planning.plans import BARE, by_name, leaders, plan_of
 
 
@@ -147,6 +151,17 @@ class Deep(nn.Module):
         return self.lstm(x)[0]
 
 
+@functools.cache
+def prepared_deep():
+    return qtk.prepare_model(Deep().eval(), X)
+
+
+def deep_plan(rules, *, defaults=None, activation_bits=8):
+    config = load_config({**BARE, "rules": rules, "defaults": defaults or {"weight": {"bits": 8}}})
+    return plan(prepared_deep(), config, weight_bits=FROM_CONFIG, activation_bits=activation_bits, scheme="min_max")
+
+
+@pytest.mark.medium
 def test_rules_set_the_weights_of_one_layer_and_direction_apart():
     rules = [
         {"match": {"path": "lstm"}, "weight": {"bits": 6}}, {"match": {"path": "lstm.l1"}, "weight": {"bits": 4}},
@@ -161,6 +176,7 @@ def test_rules_set_the_weights_of_one_layer_and_direction_apart():
     }
 
 
+@pytest.mark.medium
 def test_a_layer_in_few_bits_computes_what_torch_does_with_rounded_weights():
     torch.manual_seed(0)
     net = Deep().eval()
@@ -176,14 +192,16 @@ def test_a_layer_in_few_bits_computes_what_torch_does_with_rounded_weights():
         torch.testing.assert_close(sim.model(X), net(X), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_layer_whose_weights_have_no_dynamic_kernel_is_float_alone():
     rules = [{"match": {"op": "lstm"}, "inside": "dynamic"}, {"match": {"path": "lstm.l1"}, "weight": {"bits": 4}}]
-    found = plan_of(Deep(), X, {**BARE, "defaults": INT8, "rules": rules}, **CONFIGURED)
+    found = deep_plan(rules, defaults=INT8, activation_bits=FROM_CONFIG)
     assert {name for name in by_name(found) if ":in[0]" in name} >= {"lstm.l0.projection:in[0]"}
     reasons = {site.name: why for site, why in found.unquantized.items()}
     assert "no dynamic kernel computes weights of int4" in reasons["lstm.l1.cell.gates:out"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rule", "message"), [
     ({"match": {"path": "lstm.l2"}, "weight": {"bits": 4}}, r"no op has the path lstm.l2; did you mean .*lstm.l"),
     ({"match": {"path": "lstm.weight_ih_l2"}, "weight": {"bits": 4}}, r"did you mean .*lstm.weight_ih_l"),
@@ -194,4 +212,4 @@ def test_a_layer_whose_weights_have_no_dynamic_kernel_is_float_alone():
 ])
 def test_what_a_part_does_not_have_is_an_error(rule, message):
     with pytest.raises(ConfigError, match=message):
-        plan_of(Deep(), X, {**BARE, "rules": [rule]}, weight_bits=8)
+        deep_plan([rule])
