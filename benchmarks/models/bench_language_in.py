@@ -1,11 +1,11 @@
 """Language models of transformers by their default call: the capture, a cache out and in, and greedy tokens.
 
-Tiny models with random weights, one of each family. ``s`` is the CPU time of ``prepare_model`` by the default call, which
-returns a cache, ``no cache`` with ``use_cache=False``. ``out`` is the largest difference from the original, the returned
-cache included, ``in`` the same of a call that takes the cache of the call before; both at the sizes of the example and
-at others. Tokens: 64 by ``generate``, with a cache and without, of the int4 weights in the user's own class, and of the
-graphs of ``default`` (8 bits); a yes is that both are the same 64. Speed is the tokens/s of the simulation by that of
-the float model, medians in turns.
+Tiny models with random weights, one of each family. ``s`` is the CPU time of ``prepare_model`` by the default call,
+which returns a cache, in seconds; ``by no cache`` its ratio to that with ``use_cache=False``. ``out`` is the largest
+difference from the original, the returned cache included, ``in`` the same of a call that takes the cache of the call
+before; both at the sizes of the example and at others. Tokens: 64 by ``generate``, with a cache and without, of the
+int4 weights in the user's own class, and of the graphs of ``default`` (8 bits); a yes is that both are the same 64.
+Speed is the tokens/s of the simulation by that of the float model, medians in turns.
 
     pip install "qtk[hf]"
     python benchmarks/models/bench_language_in.py [--only llama t5] [--no-tokens]
@@ -62,8 +62,9 @@ def timed(model: nn.Module, example: dict[str, Any]) -> tuple[Any, float]:
 def next_call(model: nn.Module, example: dict[str, Any], new: int, *, whole: bool = True) -> dict[str, Any]:
     """The call that takes the cache of a call with ``example``."""
     name = cache_name(model)
+    own = {} if whole else {name: import_module("transformers").DynamicCache()}
     with torch.no_grad():
-        first = model(**copy.deepcopy(example), **({} if whole else {name: import_module("transformers").DynamicCache()}))
+        first = model(**copy.deepcopy(example), **own)
     ids = torch.randint(10, VOCABULARY, (example[next(iter(example))].shape[0], new))
     call: dict[str, Any] = {name: first[name]}
     if "decoder_input_ids" not in example:
@@ -84,7 +85,7 @@ def longer(example: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": torch.randint(10, VOCABULARY, (3, 30))}
 
 
-def capture_row(name: str, model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
+def capture_row(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     prepared, default_s = timed(model, example)
     _, plain_s = timed(model, {**example, "use_cache": False})
     yield prepared.report.rung
@@ -148,7 +149,7 @@ def main() -> None:
         model, example = causal(name) if name in FAMILIES else OTHERS[name]()
         cells = [name]
         try:
-            cells += capture_row(name, model, example)
+            cells += capture_row(model, example)
             if name in FAMILIES and not arguments.no_tokens:
                 cells += token_cells(model, example)
         except Exception as error:  # one family is not all

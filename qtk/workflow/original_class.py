@@ -89,7 +89,7 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     kind = type(root)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "forward": _forward(root, accepted), "__getattr__": _refuse}
-    made = kind.__new__(type(kind.__name__, (kind,), names))
+    made: nn.Module = kind.__new__(type(kind.__name__, (kind,), names))
     made.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value
                           for name, value in vars(root).items()})
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
@@ -105,7 +105,7 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
 def _refuse(self: nn.Module, name: str) -> Any:
     """Raises: AttributeError for what is not there, saying that submodules are in the graph."""
     try:
-        return nn.Module.__getattr__(self, name)
+        return type(self).__mro__[1].__getattr__(self, name)  # type: ignore[attr-defined]
     except AttributeError:
         raise AttributeError(f"this {type(self).__name__} runs a simulation and has no {name!r}: its submodules are in "
                              "the graph") from None
@@ -179,7 +179,7 @@ def _accepted(model: PreparedModel) -> set[str]:
     for call in model.examples:
         names |= {*call.kwargs}
         signature = signature_of(model)
-        names |= {} if signature is None else {*signature.bind_partial(*call.args).arguments}
+        names |= set() if signature is None else {*signature.bind_partial(*call.args).arguments}
     return names - {"self"}
 
 
