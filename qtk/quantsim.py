@@ -27,7 +27,6 @@ from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
 from qtk.data.forward_pass import Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
-from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
@@ -236,7 +235,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
-        state_codes: bool = False, tokenizer: Tokenizer | None = None,
+        state_codes: bool = False, tokenizer: object | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 

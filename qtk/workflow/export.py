@@ -34,7 +34,6 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_json, pt2e
-from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
@@ -82,7 +81,7 @@ def export(
     run: bool = True,
     output_names: Sequence[str] | None = None,
     state_codes: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: object | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -317,7 +316,7 @@ def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
 
 
 def _compressed_tensors(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: Tokenizer | None = None
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
 
