@@ -23,7 +23,6 @@ from qtk.core.width import FROM_CONFIG, Width
 from qtk.data.forward_pass import Batch, Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
-from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
@@ -320,7 +319,7 @@ class QuantSim(Settled):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
-        state_codes: bool = False, tokenizer: Tokenizer | None = None,
+        state_codes: bool = False, tokenizer: object | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from qtk.cli.imported import RAISED, imported, what_it_did
+from qtk.cli.token_evaluation import TOKEN_METRICS
 from qtk.errors import ConfigError
 from qtk.numerics.error import sqnr_db
 from qtk.numerics.top1 import Top1
@@ -21,12 +22,22 @@ Pairs: TypeAlias = Iterable[tuple[object, object]]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A metric: its name in the results, and the function from pairs (output, label) to a number."""
+    """A metric.
+
+    Args:
+        name: its name in the results.
+        function: from pairs (output, label) to a number.
+        of_tokens: the function gets triples, with the output of the float model, and less is better.
+    """
 
     name: str
     function: Callable[..., object]
+    of_tokens: bool = False
 
-    higher_is_better: ClassVar[bool] = True
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a model is better the larger its value."""
+        return not self.of_tokens
 
     def __call__(
         self, outputs: Iterable[object], labels: Iterable[object], references: Iterable[object] | None = None
@@ -40,8 +51,9 @@ class Evaluation:
 
         Raises: ConfigError if the function fails or does not return a number.
         """
+        series = [outputs, labels, *([outputs if references is None else references] if self.of_tokens else [])]
         try:
-            value = self.function(self._items(outputs, labels, outputs if references is None else references))
+            value = self.function(list(zip(*series, strict=True)))
         except ConfigError:
             raise
         except RAISED as error:
@@ -52,12 +64,6 @@ class Evaluation:
             raise ConfigError(f"evaluation {self.name}: returned a {type(value).__name__}; it must return a number")
         return float(value)
 
-    def _items(
-        self, outputs: Iterable[object], labels: Iterable[object], references: Iterable[object]
-    ) -> Sequence[tuple[object, ...]]:
-        """What the function gets."""
-        return list(zip(outputs, labels, strict=True))
-
 
 def evaluation(name: str) -> Evaluation:
     """The metric ``top1``, ``perplexity`` or ``kl``, or a user's ``module:callable``.
@@ -66,10 +72,8 @@ def evaluation(name: str) -> Evaluation:
     """
     if name == "top1":
         return Evaluation(name, top1)
-    from qtk.cli.token_evaluation import TOKEN_EVALUATIONS  # loaded here: it is an evaluation itself
-
-    if name in TOKEN_EVALUATIONS:
-        return TOKEN_EVALUATIONS[name]
+    if name in TOKEN_METRICS:
+        return Evaluation(name, TOKEN_METRICS[name], of_tokens=True)
     function = imported(name, where="evaluation")
     return Evaluation(name.rpartition(":")[2], function)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from qtk.cli.evaluation import Evaluation
 from qtk.data.token_batches import logits_of
 from qtk.errors import CalibrationError, ConfigError
 from qtk.numerics.token_scores import divergences, negative_log_likelihoods
@@ -15,20 +14,6 @@ from qtk.workflow.perplexity import exp_of_mean
 PERPLEXITY, KL = "perplexity", "kl"
 LEFT_OUT = -100
 """The label of a token that does not count, as in torch's cross-entropy."""
-
-
-class TokenEvaluation(Evaluation):
-    """A metric of next-token distributions.
-
-    Its function gets triples: output, label, and output of the float model.
-    """
-
-    higher_is_better = False
-
-    def _items(
-        self, outputs: Iterable[object], labels: Iterable[object], references: Iterable[object]
-    ) -> Sequence[tuple[object, ...]]:
-        return list(zip(outputs, labels, references, strict=True))
 
 
 def perplexity(items: Iterable[tuple[object, object, object]]) -> float:
@@ -99,5 +84,5 @@ def _logits(output: object, ids: Tensor | None) -> Tensor:
         raise ConfigError(str(error)) from None
 
 
-TOKEN_EVALUATIONS = {PERPLEXITY: TokenEvaluation(PERPLEXITY, perplexity), KL: TokenEvaluation(KL, kl)}
-"""Name in a recipe → metric."""
+TOKEN_METRICS = {PERPLEXITY: perplexity, KL: kl}
+"""Name in a recipe → metric of triples: output, label, and output of the float model."""

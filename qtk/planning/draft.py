@@ -27,7 +27,6 @@ from qtk.planning.adapters import adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
-from qtk.planning.language_heads import language_heads
 from qtk.planning.patterns import PatternMatch, match_patterns
 from qtk.planning.recurrent_profiles import DEFAULT, Profile, profiled
 from qtk.planning.rules import Matchable, OpDecisions, Rules, to_spec
@@ -77,7 +76,7 @@ class Draft:
         float_outputs: why the graph's outputs stay in float; ``None`` if they need not.
         profile: how the values of a recurrent cell are quantized, where the graph is inside one.
         is_island: whether the graph is called by the model's own Python.
-        vocabularies: the numbers of rows of the model's embeddings.
+        vocabularies: the numbers of rows of the model's embeddings, where rules speak of heads of language models.
     """
 
     def __init__(
@@ -97,7 +96,11 @@ class Draft:
         self._is_island = is_island
         self.feeds = Feeds(graph, self.flow, self.formulas, is_island=is_island)
         self._adapters = adapter_ops(graph, self.flow)
-        self._heads = language_heads(graph, self.flow, vocabularies)
+        self._heads: frozenset[fx.Node] = frozenset()
+        if vocabularies:
+            from qtk.planning.language_heads import language_heads  # loaded here: few configs speak of heads
+
+            self._heads = language_heads(graph, self.flow, vocabularies)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
         self._matchables: dict[fx.Node, Matchable] = {}

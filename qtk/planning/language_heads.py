@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import fx
+from torch import Tensor, fx
 
 from qtk.graph.flow import Flow
 from qtk.graph.written_buffers import is_input
@@ -26,8 +26,7 @@ def vocabularies(graphs: Iterable[fx.Graph]) -> frozenset[int]:
         for node in graph.nodes:
             row = flow.row(node)
             if row is not None and row.kind == EMBEDDING and _is_given(node.args[1]):
-                found |= {length for port in flow.weight_ports(node)
-                          if isinstance(length := port.value.meta["val"].shape[0], int)}
+                found |= {length for port in flow.weight_ports(node) if (length := _length(port.value, 0)) is not None}
     return frozenset(found)
 
 
@@ -44,8 +43,15 @@ def language_heads(graph: fx.Graph, flow: Flow, vocabularies: frozenset[int]) ->
         followed[node] = any(followed[user] or _multiplies(flow, user) for user in node.users)
     return frozenset(
         node for node in graph.nodes
-        if _multiplies(flow, node) and not followed[node] and node.meta["val"].shape[-1] in vocabularies
+        if _multiplies(flow, node) and not followed[node] and _length(node, -1) in vocabularies
     )
+
+
+def _length(node: fx.Node, axis: int) -> int | None:
+    """The length of an axis; ``None`` if it varies, or the value is a tuple, as of recurrent nets."""
+    value = node.meta.get("val")
+    length = value.shape[axis] if isinstance(value, Tensor) and value.ndim else None
+    return length if isinstance(length, int) else None
 
 
 def _multiplies(flow: Flow, node: fx.Node) -> bool:

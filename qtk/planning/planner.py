@@ -56,7 +56,6 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, label, ports, value_site
 from qtk.operators.op_table import OP_NAMES, PYTHON, op_name
 from qtk.planning.draft import Draft
-from qtk.planning.language_heads import vocabularies
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
 from qtk.planning.plan_composites import plan_composites
@@ -104,7 +103,11 @@ def plan(
     graphs = roots(model)
     io = config.io if "" in graphs else Io()  # inputs and outputs of islands are not those of the model
     is_island = "" not in graphs
-    words = vocabularies(graph.graph for graph in graphs.values())
+    words = frozenset[int]()
+    if any(rule.match.lm_head is not None for rule in config.rules):
+        from qtk.planning.language_heads import vocabularies  # loaded here: few configs speak of heads
+
+        words = vocabularies(graph.graph for graph in graphs.values())
     drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island, vocabularies=words)
               for graph in graphs.values()]
     for draft in drafts:

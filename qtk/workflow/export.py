@@ -35,7 +35,6 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_json, pt2e
-from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
@@ -95,7 +94,7 @@ class OnnxOptions:
 def export(
     simulation: Simulation, example_inputs: ExampleInputs, directory: str | os.PathLike[str], *,
     formats: Iterable[str] | str = ("encodings", "onnx"), force: bool = False, onnx: OnnxOptions = OnnxOptions(),
-    tokenizer: Tokenizer | None = None,
+    tokenizer: object | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -336,7 +335,7 @@ def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
 
 
 def _compressed_tensors(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: Tokenizer | None = None
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, detached, leaves_text, raised_in

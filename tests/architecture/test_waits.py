@@ -75,6 +75,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "wrong.nonzero()": AN_ERROR, "wrong.nonzero()[0].tolist()": AN_ERROR, "float(low[first])": AN_ERROR,
         "float(high[first])": AN_ERROR, "int(wrong.sum())": AN_ERROR,
     },
+    "numerics/scale_formats.py": {
+        "torch.equal((scale / unit).to(torch.float8_e4m3fn).to(torch.float32) * unit, scale)": ONCE,
+    },
     "numerics/statistics.py": {"torch.bincount(places, weights, minlength=length)": CPU_ONLY},
     "numerics/top1.py": {"int((scores.argmax(-1) == labels.to(scores.device)).sum())": "of an evaluation"},
     "observers/extremes.py": {

@@ -5,7 +5,7 @@ import torch
 
 import qtk
 from qtk.cli.evaluation import evaluation
-from qtk.cli.token_evaluation import TOKEN_EVALUATIONS
+from qtk.cli.token_evaluation import TOKEN_METRICS
 from qtk.errors import ConfigError
 from tests.cli.test_quantize import run
 
@@ -22,7 +22,8 @@ def texts():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("metric", TOKEN_EVALUATIONS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("metric", TOKEN_METRICS)
 def test_a_recipe_measures_it(project, tmp_path, metric):
     from tests.workflow.language_model import LanguageModel, token_batch
 
@@ -68,5 +69,5 @@ def test_what_has_no_such_metric(metric, output, label, said):
 
 
 def test_less_is_better():
-    assert not any(evaluation(name).higher_is_better for name in TOKEN_EVALUATIONS)
+    assert not any(evaluation(name).higher_is_better for name in TOKEN_METRICS)
     assert evaluation("top1").higher_is_better

@@ -68,7 +68,7 @@ def test_all_but_the_version_may_be_left_out():
         ({"version": 1, "rules": {}}, "rules: got {}; must be a list"),
         ({"version": 1, "rules": ["conv"]}, "rules[0]: got 'conv'; must be a mapping with keys of match, weight"),
         ({"version": 1, "rules": [{"weight": {"bits": 4}}]}, "rules[0].match: missing"),
-        ({"version": 1, "rules": [{"match": {}}]}, "rules[0].match: a match needs op, path, feeds, has_weight or ada"),
+        ({"version": 1, "rules": [{"match": {}}]}, "rules[0].match: a match needs op, path, feeds, has_weight, ada"),
         ({"version": 1, "rules": [{"match": {"op": 5}}]}, "rules[0].match.op: got 5; must be a list"),
         ({"version": 1, "rules": [{"match": {"op": "conv"}}]}, "rules[0]: a rule sets weight, bias, input"),
         (with_setting({}), "rules[1].weight: sets nothing; give it a width, a range or the like, or leave it out"),

@@ -265,7 +265,7 @@ def test_a_weight_that_an_op_quantizes_for_itself_is_judged_as_a_weight(target, 
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.emb, self.head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+            self.emb, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
             self.head.weight = self.emb.weight
 
         def forward(self, ids):

@@ -44,6 +44,7 @@ def test_nvfp4_layers_of_one_value_get_the_largest_scale_of_the_tensor():
     assert torch.isfinite(sim.model(X)).all()
 
 
+@pytest.mark.medium
 def test_no_scale_becomes_zero():
     sim = simulated(nn.Linear(64, 8), {"dtype": "int8"})
     quantizer = sim.quantizers["weight"]
@@ -52,6 +53,7 @@ def test_no_scale_becomes_zero():
     assert quantizer.scale.min() == 2.0**-24
 
 
+@pytest.mark.medium
 def test_what_is_refused():
     sim = simulated(nn.Linear(64, 8), {"dtype": "int8"})
     with pytest.raises(EncodingError, match=r"scales are stored as torch.float16"):

@@ -26,7 +26,6 @@ from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
-from qtk.export.compressed_tensors.tokenizer import Tokenizer
 from qtk.numerics.codes import codes_of, values_of
 
 STATE_FILE, CONFIG_FILE = checkpoint.STATE_FILE, config.CONFIG_FILE
@@ -58,7 +57,7 @@ class ReadLayer:
     scale_tolerance: float = 0.0
 
 
-def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> None:
     """Writes a simulated model of which linear layers alone are quantized.
 
     Warns where scales are rounded to the dtype of the model, and of what servers or transformers do not load.
@@ -67,6 +66,10 @@ def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -
         written.
     """
     library()
+    save_tokenizer = getattr(tokenizer, "save_pretrained", None)
+    if tokenizer is not None and not callable(save_tokenizer):
+        raise ExportError(f"a tokenizer writes its files by save_pretrained(folder), a {type(tokenizer).__name__} has "
+                          "no such method; pass one of transformers")
     layers, original = layers_of(model), Original.of(model)
     divisors = layers.global_scales()
     stored = [each for name, layer in layers.quantized.items()
@@ -79,8 +82,8 @@ def export(model: nn.Module, folder: Path, tokenizer: Tokenizer | None = None) -
     checkpoint.write(tensors, folder)
     dtype = next(iter(layers.quantized.values())).weight.dtype
     config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
+    if callable(save_tokenizer):
+        save_tokenizer(str(folder))
 
 
 def read(folder: Path) -> dict[str, ReadLayer]:

@@ -194,6 +194,8 @@ def test_a_tokenizer_is_written_beside(tmp_path):
     sim = simulated(nn.Sequential(nn.Linear(64, 8)), {"dtype": "int8"})
     sim.export(tmp_path / "out", formats="compressed_tensors", tokenizer=Tokenizer())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ExportError, match="a str has no such method"):
+        sim.export(tmp_path / "other", formats="compressed_tensors", tokenizer="bert")
     with pytest.raises(ExportError, match="tokenizer=a Tokenizer has no effect on the formats encodings_json"):
         sim.export(tmp_path / "other", formats="encodings_json", tokenizer=Tokenizer())
 

@@ -37,6 +37,7 @@ FOUR_BITS = {"match": {"path": "head"}, "weight": {"dtype": "int4"}}
 
 
 @pytest.mark.medium
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "x", "weight", "rules", "message"), [
     (nn.Sequential(nn.Conv1d(4, 8, 1), nn.Linear(16, 3)), torch.randn(2, 4, 16), {"dtype": "int8"}, [],
      r"0.weight is read by conv1d"),
@@ -67,6 +68,7 @@ def test_quantized_activations_that_no_layer_reads_are_named():
 
 
 @pytest.mark.medium
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("inputs", "message"), [
     ({"dtype": "int8", "symmetric": True, "granularity": "per_token"}, "add narrow_range: true"),
     ({**STATIC, "narrow_range": True}, "take narrow_range: true out"),
@@ -91,6 +93,7 @@ def test_layers_know_their_inputs_and_what_is_float():
     assert (layer.name, layer.axes.outputs, layer.axes.columns, layer.path) == ("inner.weight", (1,), (0,), "inner")
 
 
+@pytest.mark.medium
 def test_a_model_in_float_has_no_layer():
     sim = simulated(Two(), {"dtype": "int8"})
     for quantizer in sim.quantizers.values():
