@@ -41,20 +41,24 @@ The rules, numbered as the code cites them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
+from qtk.core.needs import concerned
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
 from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, label, ports, value_site
-from qtk.operators.op_table import OP_NAMES, PYTHON, op_name
+from qtk.operators.contents import Trait
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import OP_NAMES, PAD_WITH_VALUE, PYTHON, op_name
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
@@ -63,7 +67,7 @@ from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
 from qtk.planning.plan_values import plan_values
 from qtk.planning.rule_effects import check_rules
-from qtk.planning.rules import Rules
+from qtk.planning.rules import Fact, Rules
 from qtk.planning.share_merges import share_merges
 from qtk.planning.weight_coverage import warn_of_weights_in_float
 
@@ -161,12 +165,32 @@ def _refuse_other_numbers(draft: Draft) -> None:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of the planner.
+
+    Args:
+        run: decides sites of a draft.
+        needs: of the draft's ``contents``; a draft with none of these it leaves as it is. Empty: it acts on every one.
+    """
+
+    run: Callable[[Draft], None]
+    needs: frozenset[object] = frozenset()
+
+
 def run_passes(draft: Draft) -> None:
-    """Runs all passes on one graph and on the graphs inside its composites, in the order that their docs require."""
-    plan_composites(draft, run_passes)
-    plan_values(draft)
-    plan_parameters(draft)
-    share_merges(draft)
-    plan_edges(draft)
-    plan_biases(draft)
-    explain_unread_parameters(draft)
+    """Runs the passes that concern one graph, and on the graphs inside its composites theirs, in their order."""
+    for each in concerned(PASSES, lambda: draft.contents):
+        each.run(draft)
+
+
+PASSES = (
+    Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
+    Pass(plan_values),
+    Pass(plan_parameters),
+    Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
+    Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
+    Pass(plan_biases, frozenset({Fact.INT32_BIASES})),
+    Pass(explain_unread_parameters),
+)
+"""In the order that their docs require."""

@@ -27,7 +27,6 @@ from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
-from qtk.export.onnx.onnxruntime.dynamic_lstms import write_dynamic_lstms
 from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
 from qtk.export.onnx.onnxruntime.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
@@ -102,7 +101,6 @@ def export(
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     list_sites(graph)
-    write_dynamic_lstms(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     write_states(graph, model)
     if state_codes:
