@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from qtk.calls.calls import Call
 from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import rnn_kernels, rnn_parameter_names
 
@@ -185,6 +186,12 @@ def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences
         torch._check(state.ndim == 3)
         for length, expected in zip(state.shape, (_steps(net), sequences, width), strict=True):
             torch._check(length == expected)
+
+
+def takes_packed(module: nn.Module, call: Call) -> bool:
+    """Whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
+    arguments = (*call.args, *call.kwargs.values())
+    return isinstance(module, nn.RNNBase) and any(isinstance(each, PackedSequence) for each in arguments)
 
 
 def zero_states(net: nn.RNNBase, data: Tensor, sequences: Size) -> tuple[Tensor, ...]:

@@ -261,7 +261,11 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
     args, kwargs = distinct((args, kwargs))
-    with silent_torch(), lengths_stay_free(), packing_as_ops(), assigned_in_place(model):
+    has_buffers = any(True for _ in model.buffers())
+    with (
+        silent_torch(), lengths_stay_free(), packing_as_ops(),
+        assigned_in_place(model) if has_buffers else contextlib.nullcontext(),
+    ):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
         drop_input_guards(program)  # ``check_inputs`` is ours

@@ -128,7 +128,7 @@ def train_difference(
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
     expected, drops = _train_outcome(original, args, kwargs, train_only)
-    notes = list(adopt_drops(prepared, drops))
+    notes = list(adopt_drops(prepared, drops)) if drops else []
     if in_eval is not None and _does_the_same_in_both_modes(prepared):
         actual = in_eval
     else:

@@ -49,7 +49,7 @@ import torch
 
 from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
-from qtk.core.needs import concerned
+from qtk.core.needs import concerned, found_where
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
@@ -132,7 +132,7 @@ def plan(
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
-    check_rules(drafts, rules, gone)
+    found_where({Fact.REQUIRED_RULES}, rules.facts, lambda: check_rules(drafts, rules, gone), None)
     warn_of_weights_in_float(drafts)
     return QuantPlan(sites, {**unquantized, **gone})
 

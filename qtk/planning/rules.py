@@ -31,6 +31,7 @@ class Fact(enum.Enum):
     """What passes of the planner need beside ops."""
 
     SET_INPUTS = "a rule sets inputs of ops"
+    REQUIRED_RULES = "rules that are not optional"
     INT32_BIASES = "a setting of biases"
     STREAMS = "a rule with ``feeds`` that names what the graph has"
     EXCLUSIONS = "excluded modules"
@@ -127,6 +128,7 @@ class Rules:
         """What the configuration asks for, of ``Fact``."""
         asks = {
             Fact.SET_INPUTS: any(rule.input is not None for rule in self.config.rules),
+            Fact.REQUIRED_RULES: any(not rule.optional for rule in self.config.rules),
             Fact.INT32_BIASES: self.bias.enabled or any(rule.bias is not None for rule in self.config.rules),
         }
         return frozenset(fact for fact, is_asked in asks.items() if is_asked)

@@ -140,7 +140,8 @@ def prepare_model(
         if example_inputs is None:
             return _traced(model, to_exclude, variants)
         calls = [Call(*split_inputs(inputs), None) for inputs in (example_inputs, *variants)]
-        refuse_equal_kinds(model, calls, dynamic_shapes)
+        if variants:
+            refuse_equal_kinds(model, calls, dynamic_shapes)
         return _prepared(model, calls, dynamic_shapes, excluded, verify=verify)
 
 

@@ -17,11 +17,13 @@ from torch import fx
 
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
+from qtk.core.needs import found_where
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.node_writer import value_of
-from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
+from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import file_contents
 from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
 from qtk.export.onnx.storage_types import BASE_OPSET
 from qtk.export.onnx.value_names import (
@@ -73,7 +75,7 @@ def export(
         _name(identity, name, graph, values, named)
     marked.model.producer_name, marked.model.producer_version = "qtk", None
     marked.model.ir_version = IR_VERSIONS["ai.onnx", opset]
-    compute_in_float32(marked.model)
+    found_where(OTHER_FLOATS, file_contents(marked.model), lambda: compute_in_float32(marked.model), ())
     drop_inferred_types(graph)
     write(marked.model, Path(path), embedded_limit_bytes)
 

@@ -21,14 +21,21 @@ from torch import fx
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import output_nodes
+from qtk.calls.states import STATES
 from qtk.core.encoding import Encoding
+from qtk.core.needs import found_where
 from qtk.errors import ExportError
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
-from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
-from qtk.export.onnx.onnxruntime.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import (
+    AFTER_SITES_ARE_LISTED,
+    BEFORE_SITES_ARE_LISTED,
+    file_contents,
+    run_passes,
+)
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
@@ -36,6 +43,7 @@ from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
 from qtk.export.simulated_sites import SimulatedSite, simulated_sites
+from qtk.operators.contents import Trait, contents
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,7 +110,8 @@ def export(
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     list_sites(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
-    write_states(graph, model)
+    held = contents(model.graph.nodes) | set(model.meta)
+    found_where({Trait.WRITES, STATES}, held, lambda: write_states(graph, model), None)
     if state_codes:
         return_codes(graph)
     graph.producer_name, graph.producer_version = "qtk", None
@@ -112,7 +121,7 @@ def export(
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
     if target is not None:
         graph.metadata_props[TARGET] = target
-    rounded = compute_in_float32(graph)
+    rounded = found_where(OTHER_FLOATS, file_contents(graph), lambda: compute_in_float32(graph), ())
     drop_inferred_types(graph.graph)
     drop_default_attributes(graph.graph, opset=opset)
     write(graph, path, embedded_limit_bytes)

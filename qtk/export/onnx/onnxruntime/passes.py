@@ -140,8 +140,18 @@ def run_passes(
 ) -> None:
     """Runs those of ``passes`` that are for such a file and concern it, in their order. In place."""
     own = [each for each in passes if each.is_for(opset, int16_sums)]
-    for each in concerned(own, lambda: {node.op_type for node in model.graph.all_nodes()}):
+    for each in concerned(own, lambda: file_contents(model)):
         each.run(model, names, opset)
+
+
+def file_contents(model: ir.Model) -> set[object]:
+    """The operators of a file, those that compute sizes and conditions left out, and the types of its values."""
+    nodes = list(model.graph.all_nodes())
+    operators = {node.op_type for node in nodes if node.op_type in (*LOOPS, "Shape")
+                 or any(value.dtype not in (ir.DataType.INT64, ir.DataType.BOOL) for value in node.outputs)}
+    made = [value for node in nodes for value in node.outputs]
+    values = (*model.graph.inputs, *model.graph.initializers.values(), *made)
+    return {*operators, *(value.dtype for value in values)}
 
 
 def restore_nodes(model: ir.Model) -> None:
