@@ -32,9 +32,9 @@ from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
 from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed
-from qtk.capture.packed_sequences import takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
+from qtk.capture.recurrent_tracing import takes_packed
 from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from qtk.calls.calls import Call
 from qtk.capture.composites import sequence_composite
 from qtk.capture.holders import hold
-from qtk.capture.packed_sequences import zero_states
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.recurrent_tracing import zero_states
 from qtk.graph.sites import name_sites
 from qtk.torch_private import FakeTensorMode
 

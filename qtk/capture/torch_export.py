@@ -30,9 +30,8 @@ from qtk.capture.free_shapes import (
     token_axes,
     with_batch_of_two,
 )
-from qtk.capture.packed_sequences import packing_as_ops
-from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.recurrent_tracing import lengths_stay_free, packing_as_ops
+from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.capture.train_mode.markers import mark
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of

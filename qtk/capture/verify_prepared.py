@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qtk.calls.calls import detached
-from qtk.capture.kept_attributes import noting_changes
 from qtk.capture.train_mode.adopt_drops import adopt_drops
 from qtk.capture.train_mode.custom_backward import lost_backwards
 from qtk.capture.train_mode.without_dropout import WithoutDropout
-from qtk.capture.untouched import untouched
+from qtk.capture.untouched import noting_changes, untouched
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from qtk.calls.calls import leaves_text
 from qtk.calls.inputs import split_inputs
-from qtk.capture.tracing_lock import TRACING
+from qtk.capture.tracing import TRACING
 from qtk.data.batch_advice import batch_advice
 from qtk.data.rolled_states import RolledStates, written_places
 from qtk.data.sequences import Sequences, like

@@ -41,11 +41,13 @@ The rules, numbered as the code cites them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import fx
 
 from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
@@ -55,7 +57,7 @@ from qtk.core.site import Site
 from qtk.core.width import Width
 from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.sites import OWNER, label, ports, value_site
+from qtk.graph.sites import OWNER, edge_site, label, ports, value_site
 from qtk.operators.contents import Trait
 from qtk.operators.op_row import Role
 from qtk.operators.op_table import OP_NAMES, PAD_WITH_VALUE, PYTHON, op_name
@@ -69,7 +71,6 @@ from qtk.planning.plan_values import plan_values
 from qtk.planning.rule_effects import check_rules
 from qtk.planning.rules import Fact, Rules
 from qtk.planning.share_merges import share_merges
-from qtk.planning.weight_coverage import warn_of_weights_in_float
 
 RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
@@ -194,3 +195,31 @@ PASSES = (
     Pass(explain_unread_parameters),
 )
 """In the order that their docs require."""
+
+
+SHARE = 0.1
+"""Of the parameters, from which a warning is due."""
+
+SHOWN = 3
+
+
+def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
+    """Warns if more than ``SHARE`` of the parameters, counted one by one, stays in float though no rule says so."""
+    asked: dict[fx.Node, int] = {}
+    left: dict[fx.Node, str] = {}
+    for draft in drafts:
+        for node in draft.graph.nodes:
+            weights = draft.flow.weight_ports(node)
+            for port in weights if weights and draft.decisions(node).weight.enabled else ():
+                root = draft.flow.root(port.value)
+                asked[root] = root.meta["val"].numel()
+                if draft.planned((root, port.value, edge_site(port))) is None:
+                    left[root] = draft.floats.get(root, "it is read in a way that has no format")
+    elements, total = sum(asked[node] for node in left), sum(asked.values())
+    if elements > SHARE * total:
+        listed = "; ".join(f"{value_site(node)}: {reason}" for node, reason in list(left.items())[:SHOWN])
+        more = f"; and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        warnings.warn(
+            f"{elements / total:.0%} of the weights that the config asks for stay in float ({len(left)} of "
+            f"{len(asked)} tensors): {listed}{more}", stacklevel=5,
+        )

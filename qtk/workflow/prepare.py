@@ -16,12 +16,12 @@ from qtk.calls.calls import Call, detached, leaves_text, raised_in
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
+from qtk.capture.holders import warn_of_hooks
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.offloaded import refuse_offloaded
-from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
-from qtk.capture.tracing_lock import TRACING
+from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched

@@ -4,13 +4,11 @@ import sys
 
 import pytest
 
+import qtk
 from qtk.core import needs
 from tests.exported_files import not_run
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import pair, simulated
-
-import qtk
-
 
 
 @pytest.fixture

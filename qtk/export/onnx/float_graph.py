@@ -21,18 +21,18 @@ from qtk.core.needs import found_where
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
-from qtk.export.onnx.node_writer import value_of
-from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
-from qtk.export.onnx.onnxruntime.passes import file_contents
-from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
-from qtk.export.onnx.storage_types import BASE_OPSET
-from qtk.export.onnx.value_names import (
+from qtk.export.onnx.names import (
     ValueNames,
     drop_inferred_types,
     fix_lengths,
     name_inputs_and_outputs,
     name_lengths,
 )
+from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import file_contents
+from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
+from qtk.export.onnx.storage_types import BASE_OPSET
 from qtk.export.simulated_sites import simulated_sites
 
 

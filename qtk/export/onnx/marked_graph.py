@@ -26,7 +26,7 @@ from qtk.calls.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.calls.signature import input_names
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.packed import PackedRecurrent
-from qtk.capture.recurrent_shapes import lengths_stay_free
+from qtk.capture.recurrent_tracing import lengths_stay_free
 from qtk.capture.torch_export import silent_torch
 from qtk.core.dtypes import INT32
 from qtk.core.granularity import PerToken
@@ -35,7 +35,7 @@ from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
-from qtk.export.onnx.node_names import name_nodes
+from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
 from qtk.export.onnx.padded_sequences import pad_sequences

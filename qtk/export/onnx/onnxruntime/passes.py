@@ -15,20 +15,24 @@ from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
 
 from qtk.core.needs import concerned
 from qtk.export.onnx.marked_graph import DYNAMIC_LSTM
-from qtk.export.onnx.onnxruntime import float_biases, float_weights
-from qtk.export.onnx.onnxruntime.axis_scales import keep_axis_scales_float
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.concat_inputs import EDGES, read_as_produced, restore_edges
 from qtk.export.onnx.onnxruntime.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.onnxruntime.dynamic_lstms import LSTMS, restore_lstms, write_dynamic_lstms
-from qtk.export.onnx.onnxruntime.float_biases import keep_float_biases
-from qtk.export.onnx.onnxruntime.float_softmax import keep_softmax_float
-from qtk.export.onnx.onnxruntime.float_weights import keep_float_weights
 from qtk.export.onnx.onnxruntime.folded_weights import ELEMENTWISE as FLOAT_BETWEEN_FLOATS
 from qtk.export.onnx.onnxruntime.folded_weights import FLOAT_OPERATORS, LOOPS, dequantize_when_loaded
 from qtk.export.onnx.onnxruntime.fused_activations import fuse_activations
 from qtk.export.onnx.onnxruntime.hard_sigmoids import add_hard_sigmoids
 from qtk.export.onnx.onnxruntime.int8_movement import quantize_around_movement
 from qtk.export.onnx.onnxruntime.linear_nodes import fuse_linear_layers
+from qtk.export.onnx.onnxruntime.max_of_one import PRODUCTS as WITH_WEIGHTS
+from qtk.export.onnx.onnxruntime.max_of_one import (
+    WITH_BIAS,
+    keep_axis_scales_float,
+    keep_float_biases,
+    keep_float_weights,
+    keep_softmax_float,
+)
 from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, move_codes
 from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
 from qtk.export.onnx.onnxruntime.quantized_scan import carry_codes
@@ -38,7 +42,6 @@ from qtk.export.onnx.onnxruntime.separate_weights import separate_weights
 from qtk.export.onnx.onnxruntime.stacked_products import PRODUCTS, multiply_stacks, restore_operands
 from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.storage_types import BLOCK_OPSET
-from qtk.export.onnx.value_names import ValueNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,9 @@ BEFORE_SITES_ARE_LISTED = (
     Pass("rank_scalars", "integer kernels take a scalar one element at a time", "1.32", _of_graph(rank_scalars),
          _any_of(*ELEMENTWISE), after=("add_hard_sigmoids",)),
     Pass("keep_float_weights", "float weights between codes are rounded to 8 bits", "1.32",
-         _of_graph(keep_float_weights), _any_of(*float_weights.PRODUCTS)),
+         _of_graph(keep_float_weights), _any_of(*WITH_WEIGHTS)),
     Pass("keep_float_biases", "float biases of products without integer kernels are rounded", "1.32",
-         _of_graph(keep_float_biases), _any_of(*float_biases.PRODUCTS)),
+         _of_graph(keep_float_biases), _any_of(*WITH_BIAS)),
     Pass("keep_axis_scales_float", "operators between codes with scales of an axis fail or take one scale", "1.32",
          _of_graph(keep_axis_scales_float)),
     Pass("quantize_around_movement", "the optimized graph of int8 values is refused", "1.31",
