@@ -103,7 +103,7 @@ def calibrate(
     encodings = _on(device_of(simulation.model), encodings)
     static = {site: decided for site, decided in sites.items() if decided.static}
     contents = contents_of(simulation.model)
-    maskable = found_where(OF_MASKS, contents, lambda: _maskable_leaders(simulation), set())
+    maskable: set[Site] = found_where(OF_MASKS, contents, lambda: _maskable_leaders(simulation), set())
     encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=maskable)
     sampled = {site: simulation.quantizers[site] for site, decided in sites.items() if not decided.static}
     samples = SiteSamples(simulation, sampled)
@@ -125,7 +125,8 @@ def calibrate(
             encodings[site] = encoding = bounded(encoding, bounds)
         simulation.quantizers[site].load_encoding(encoding)
     if precise_in(simulation.target) == "float":
-        masked |= found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
+        large: dict[Site, str] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
+        masked |= large
     simulation = drop_sites(simulation, masked) if masked else simulation
     if any(decided.factors for decided in simulation.plan.values()):
         raise_scales(simulation)
@@ -243,7 +244,7 @@ def _named(site: Site) -> Iterator[None]:
 
 def _observed_on_data(
     simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData, samples: SiteSamples,
-    contents: Collection[object], maskable: Collection[Site],
+    contents: frozenset[object], maskable: Collection[Site],
 ) -> Mapping[Site, Observer]:
     """The observers of the sites whose ranges depend on data, after all ranks have run their data."""
     observers = {
@@ -265,8 +266,8 @@ def _observed_on_data(
             )
         tokens = None if data.valid is None else ValidTokens(simulation.model, data.valid)
         with ExitStack() as while_data_run:
-            while_data_run.enter_context(
-                found_where({Trait.STACKS}, contents, lambda: matrices_counted(simulation), nullcontext()))
+            if Trait.STACKS in contents:
+                while_data_run.enter_context(matrices_counted(simulation))
             while_data_run.enter_context(_observing(simulation, observers, tokens, samples))
             if tokens is not None:
                 while_data_run.enter_context(tokens.listening())

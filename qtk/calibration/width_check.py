@@ -98,7 +98,7 @@ class SiteSamples:
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
-        steps = found_where({"recurrent"}, contents, lambda: dynamic_steps(simulation), {})
+        steps: dict[str, list[Site]] = found_where({"recurrent"}, contents, lambda: dynamic_steps(simulation), {})
         self._steps = {site for sites in steps.values() for site in sites}
 
     @contextmanager
@@ -108,7 +108,7 @@ class SiteSamples:
             yield
 
     @property
-    def members(self) -> Mapping[Site, Mapping[str, Tensor]]:
+    def members(self) -> Mapping[Site, dict[str, Tensor]]:
         """Site that is quantized behind a float merge → name of an operand → some of its values there."""
         return {} if self._members is None else self._members.values
 
@@ -134,7 +134,8 @@ class SiteSamples:
         """The sites that their encodings do not hold, worst first."""
         precise, samples = precise_in(simulation.target), self._by_spec(simulation)
         contents = contents_of(simulation.model)
-        exponents = found_where({Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
+        exponents: dict[Site, str] = found_where(
+            {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
         found = [
             _judged(site, simulation, values, encoding, precise, exponents.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)

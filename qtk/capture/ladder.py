@@ -168,7 +168,8 @@ def _on_rung(
             report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
             source = Call(*distinct((captured.args, captured.kwargs)), None)
             sizes, names = replace(sizes, asked=captured.asked), captured.names
-        closed = found_where({Trait.COMPOSITES}, contents(graph.graph.nodes), lambda: open_composites(graph), ())
+        closed: tuple[str, ...] = found_where(
+            {Trait.COMPOSITES}, contents(graph.graph.nodes), lambda: open_composites(graph), ())
         graph.meta[SIGNATURE] = inspect.signature(model.forward)
         graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
         graph.meta[ATTRIBUTES], graph.meta[SIZES] = PlainAttributes(model), sizes

@@ -1,10 +1,10 @@
 """What tracers need at recurrent nets: shapes without a loop over time, and packed sequences as ops of one graph.
 
-Torch (2.14, 2.15) finds the shapes by its own loop over time, which fixes the number of time steps and takes as long as
-there are time steps: ``lengths_stay_free``. It cannot trace packed sequences. ``nn.LSTM`` and its kin read the number of
-sequences out of ``batch_sizes``, a tensor, and ``torch.ops.aten._pad_packed_sequence`` takes no symbolic length. While
-``packing_as_ops`` is active, the nets take the number of sequences from the shape of the lengths, packing calls
-``pack_padded``, and padding a marker op that ``recover`` replaces by torch's.
+Torch (2.14, 2.15) finds the shapes by its own loop over time, which fixes the number of time steps and takes as long
+as there are time steps: ``lengths_stay_free``. It cannot trace packed sequences. ``nn.LSTM`` and its kin read the
+number of sequences out of ``batch_sizes``, a tensor, and ``torch.ops.aten._pad_packed_sequence`` takes no symbolic
+length. While ``packing_as_ops`` is active, the nets take the number of sequences from the shape of the lengths,
+packing calls ``pack_padded``, and padding a marker op that ``recover`` replaces by torch's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from qtk.operators.op_row import OpRow, Product
+from qtk.operators.op_row import Mask, OpRow, Product
 from qtk.operators.op_table import row_of
 from qtk.torch_private import schema_of
 
@@ -49,8 +49,8 @@ def contents(nodes: Iterable[fx.Node]) -> frozenset[object]:
         if schema is not None and schema.is_mutable:
             found.add(Trait.WRITES)
     for row in rows.values():
-        columns = {*row.names, row.role, row.product, row.feeding, row.precision, *row.mask}
-        found |= columns - {None}
+        columns = {*row.names, row.role, row.product, row.feeding, row.precision}
+        found |= {*(columns - {None}), *(flag for flag in Mask if flag in row.mask)}
         if row.inside is not None:
             found |= {Trait.COMPOSITES, row.inside}
     return frozenset(found)

@@ -105,11 +105,13 @@ class Draft:
         self._is_island = is_island
         self.formulas: dict[fx.Node, PatternMatch] = {}
         if io is not None:
-            matches = self._found(OF_FORMULAS, lambda: match_patterns(graph), [])
+            matches: list[PatternMatch] = self._found(OF_FORMULAS, lambda: match_patterns(graph), [])
             self.formulas = {node: match for match in matches if not self._is_split(match) for node in match.nodes}
-        self._natures = self._found(OF_COUNTS, lambda: natures(graph, self.flow), {})
-        self.absolute = self._found(OF_ABSOLUTE_VALUES, lambda: absolute_values(graph, self.flow), set())
-        self._adapters = self._found(OF_ADAPTERS, lambda: adapter_ops(graph, self.flow), frozenset())
+        self._natures: dict[fx.Node, Nature] = self._found(OF_COUNTS, lambda: natures(graph, self.flow), {})
+        self.absolute: set[fx.Node] = self._found(
+            OF_ABSOLUTE_VALUES, lambda: absolute_values(graph, self.flow), set())
+        self._adapters: frozenset[fx.Node] = self._found(
+            OF_ADAPTERS, lambda: adapter_ops(graph, self.flow), frozenset())
         ends = {*OUTPUT, *(match.kind for match in self.formulas.values()), *self.contents}
         ends |= {PYTHON} if is_island else set()
         self.feeds = found_where(rules.fed, ends, lambda: Feeds(graph, self.flow, self.formulas, is_island=is_island),

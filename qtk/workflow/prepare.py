@@ -203,7 +203,7 @@ def _prepared(
                for graph, call, outcome in zip(graphs_of_calls, calls, expected, strict=True)] if verify else []
     if isinstance(prepared, PreparedGraph) and len(calls) > 1:
         join_variants(model, graphs_of_calls, calls, expected if verify else ())
-    notes += [*exclude(prepared, excluded), *_unregistered(model)]
+    notes += [*(exclude(prepared, excluded) if excluded else ()), *_unregistered(model)]
     _restore_training_flags(prepared, model)
     warn_of_hooks(model, prepared)
     if is_meta:

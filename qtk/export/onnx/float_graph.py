@@ -17,7 +17,6 @@ from torch import fx
 
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
-from qtk.core.needs import found_where
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
@@ -75,7 +74,8 @@ def export(
         _name(identity, name, graph, values, named)
     marked.model.producer_name, marked.model.producer_version = "qtk", None
     marked.model.ir_version = IR_VERSIONS["ai.onnx", opset]
-    found_where(OTHER_FLOATS, file_contents(marked.model), lambda: compute_in_float32(marked.model), ())
+    if not OTHER_FLOATS.isdisjoint(file_contents(marked.model)):
+        compute_in_float32(marked.model)
     drop_inferred_types(graph)
     write(marked.model, Path(path), embedded_limit_bytes)
 

@@ -264,8 +264,9 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
         torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
         **TRANSLATIONS, **OF_LENGTHS,
     }
-    table |= found_where({"grouped_matmul"}, contents(program.graph.nodes),
-                         lambda: grouped_matmul_translations(program), {})
+    of_groups: Mapping[Callable[..., object], Callable[..., object]] = found_where(
+        {"grouped_matmul"}, contents(program.graph.nodes), lambda: grouped_matmul_translations(program), {})
+    table |= of_groups
     try:
         # it traces the program again to decompose it
         with onnx_translations_kept(), lengths_stay_free(_TRANSLATED):

@@ -120,7 +120,7 @@ def export(
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
     if target is not None:
         graph.metadata_props[TARGET] = target
-    rounded = found_where(OTHER_FLOATS, file_contents(graph), lambda: compute_in_float32(graph), ())
+    rounded: tuple[str, ...] = found_where(OTHER_FLOATS, file_contents(graph), lambda: compute_in_float32(graph), ())
     drop_inferred_types(graph.graph)
     drop_default_attributes(graph.graph, opset=opset)
     write(graph, path, embedded_limit_bytes)
