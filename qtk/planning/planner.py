@@ -78,6 +78,9 @@ RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
 SHOWN = 5
 """Reasons that an error lists."""
 
+SHARE, LISTED = 0.1, 3
+"""Of the parameters, from which a warning is due that they stay in float, and how many that lists."""
+
 
 def plan(
     model: PreparedModel,
@@ -197,12 +200,6 @@ PASSES = (
 """In the order that their docs require."""
 
 
-SHARE = 0.1
-"""Of the parameters, from which a warning is due."""
-
-SHOWN = 3
-
-
 def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
     """Warns if more than ``SHARE`` of the parameters, counted one by one, stays in float though no rule says so."""
     asked: dict[fx.Node, int] = {}
@@ -217,8 +214,8 @@ def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
                     left[root] = draft.floats.get(root, "it is read in a way that has no format")
     elements, total = sum(asked[node] for node in left), sum(asked.values())
     if elements > SHARE * total:
-        listed = "; ".join(f"{value_site(node)}: {reason}" for node, reason in list(left.items())[:SHOWN])
-        more = f"; and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        listed = "; ".join(f"{value_site(node)}: {reason}" for node, reason in list(left.items())[:LISTED])
+        more = f"; and {len(left) - LISTED} more" if len(left) > LISTED else ""
         warnings.warn(
             f"{elements / total:.0%} of the weights that the config asks for stay in float ({len(left)} of "
             f"{len(asked)} tensors): {listed}{more}", stacklevel=5,

@@ -116,7 +116,7 @@ class Matrix(nn.Module):
         return self.weight @ x if self.left else x @ self.weight
 
 
-MODELS = {
+PRODUCTS = {
     "linear": (lambda: nn.Linear(16, 8), (4, 16)),
     "linear_relu": (lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU()), (4, 3, 16)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), (2, 3, 9, 9)),
@@ -129,9 +129,9 @@ FLOAT_WEIGHTS = {"version": 1, "extends": "onnxruntime", "defaults": {"weight": 
 
 @pytest.mark.medium
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
-    make, shape = MODELS[name]
+    make, shape = PRODUCTS[name]
     torch.manual_seed(0)
     x, folder = torch.randn(*shape), tmp_path / "out"
     sim = exported(make(), x, folder, config=FLOAT_WEIGHTS)
@@ -148,7 +148,7 @@ def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_without_it_onnx_runtime_rounds_weights(name, tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_float_weights")
-    make, shape = MODELS[name]
+    make, shape = PRODUCTS[name]
     torch.manual_seed(0)
     x, folder = torch.randn(*shape), tmp_path / "out"
     sim = exported(make(), x, folder, config=FLOAT_WEIGHTS)
