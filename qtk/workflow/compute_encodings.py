@@ -33,7 +33,7 @@ def compute_encodings(
     recurrent nets whose input 8 bits do not hold are computed in float (``unheld_steps``).
     """
     computes_all = sites is None and not only_missing
-    with dropped_sites_back(sim) if computes_all else nullcontext():
+    with dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext():
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
     rules = _rules_of_data(samples, sim.simulation) if computes_all else []
