@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,7 +92,9 @@ class SiteSamples:
 
     def __init__(self, simulation: Simulation, quantizers: Mapping[Site, Quantizer]) -> None:
         self._quantizers = list(quantizers.values())
-        self._calls = SiteCalls(simulation, quantizers)
+        self._leaders = {quantizer: site for site, quantizer in quantizers.items()}
+        is_shared = any(decided.leader is not None for decided in simulation.plan.values())
+        self._calls = SiteCalls(simulation, quantizers) if is_shared else None
         contents = contents_of(simulation.model)
         self._members = found_where({Role.MERGE}, contents, lambda: MemberSamples(simulation, quantizers), None)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
@@ -104,7 +106,10 @@ class SiteSamples:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Calls in the body are told apart by their sites, and the first by the members of float merges."""
-        with self._calls.followed(), nullcontext() if self._members is None else self._members.followed():
+        with ExitStack() as following:
+            for each in (self._calls, self._members):
+                if each is not None:
+                    following.enter_context(each.followed())
             yield
 
     @property
@@ -201,7 +206,7 @@ class SiteSamples:
         return samples
 
     def _keep(self, quantizer: Quantizer, x: Tensor) -> None:
-        site = self._calls.site_of_next(quantizer)
+        site = self._leaders[quantizer] if self._calls is None else self._calls.site_of_next(quantizer)
         self._seen[site] += 1
         seen = self._seen[site]
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):

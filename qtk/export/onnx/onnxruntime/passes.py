@@ -129,7 +129,7 @@ AFTER_SITES_ARE_LISTED = (
     Pass("write_dynamic_lstms", "there is no other operator that stands for qtk's until then", "1.32",
          _of_model(write_dynamic_lstms), _any_of(DYNAMIC_LSTM), listed_as=LSTMS, restore=restore_lstms),
     Pass("multiply_stacks", "products of stacks of matrices compute in float", "1.32", _of_model(multiply_stacks),
-         _any_of("MatMul"), listed_as=PRODUCTS, restore=restore_operands),
+         _any_of("block_size"), listed_as=PRODUCTS, restore=restore_operands),
     Pass("read_as_produced", "each input of QLinearConcat is rounded twice", "1.31", _of_model(read_as_produced),
          _any_of("Concat"), listed_as=EDGES, restore=restore_edges),
     Pass("separate_weights", "the exact mode refuses the file", "1.32", _of_model(separate_weights),
@@ -148,13 +148,18 @@ def run_passes(
 
 
 def file_contents(model: ir.Model) -> set[object]:
-    """The operators of a file, those that compute sizes and conditions left out, and the types of its values."""
+    """The operators of a file, those that compute sizes and conditions left out, attributes, and types of values."""
     nodes = list(model.graph.all_nodes())
-    operators = {node.op_type for node in nodes if node.op_type in (*LOOPS, "Shape")
-                 or any(value.dtype not in (ir.DataType.INT64, ir.DataType.BOOL) for value in node.outputs)}
+    operators = {node.op_type for node in nodes if node.op_type in (*LOOPS, "Shape") or not _computes_sizes(node)}
     made = [value for node in nodes for value in node.outputs]
     values = (*model.graph.inputs, *model.graph.initializers.values(), *made)
-    return {*operators, *(value.dtype for value in values)}
+    return {*operators, *(name for node in nodes for name in node.attributes), *(value.dtype for value in values)}
+
+
+def _computes_sizes(node: ir.Node) -> bool:
+    """Whether a node makes integers of 64 bits or conditions, by its results, else by what it reads."""
+    kinds = {value.dtype for value in node.outputs} - {None} or {value.dtype for value in node.inputs if value}
+    return bool(kinds) and kinds <= {ir.DataType.INT64, ir.DataType.BOOL}
 
 
 def restore_nodes(model: ir.Model) -> None:
