@@ -18,7 +18,6 @@ from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.holders import warn_of_hooks
 from qtk.capture.ladder import capture_graph, capture_tree
-from qtk.capture.offloaded import refuse_offloaded
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.tracing import TRACING
@@ -30,7 +29,7 @@ from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
-from qtk.nn.device import LOAD, empty_tensors, is_dry_run
+from qtk.nn.device import LOAD, empty_tensors, is_dry_run, refuse_offloaded
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
