@@ -1,4 +1,4 @@
-"""The device of a model, and weights that are elsewhere: on the meta device, brought by hooks while it runs (accelerate)."""
+"""The device of a model, and weights that are elsewhere: on the meta device, brought by hooks while it runs."""
 
 from __future__ import annotations
 
