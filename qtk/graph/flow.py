@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, fx
 
@@ -175,6 +175,16 @@ def maker(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that ``nodes`` depend on."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        new = [source for source in pending.pop().all_input_nodes if source not in found]
+        found.update(new)
+        pending += new
+    return found
 
 
 def reads_shape_only(node: fx.Node) -> bool:

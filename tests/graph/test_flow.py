@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import qtk
-from qtk.graph.flow import Flow, loss_nodes
+from qtk.graph.flow import Flow, ancestors, loss_nodes
 from qtk.graph.sites import is_float, value_site
 from qtk.workflow.prepare import prepare_model
 
@@ -137,3 +137,13 @@ class Temperature(nn.Module):
 ])
 def test_what_is_no_loss(model, inputs):
     assert loss_nodes(qtk.prepare_model(model, inputs).graph) == set()
+
+
+def test_ancestors_of_several_nodes_are_found_once():
+    graph = fx.Graph()
+    x, y, other = (graph.placeholder(name) for name in "xyz")
+    total = graph.call_function(torch.add, (x, y))
+    left, right = (graph.call_function(torch.neg, (total,)) for _ in range(2))
+    assert ancestors([left, right]) == {x, y, total}
+    assert ancestors([x]) == set()
+    assert other not in ancestors([left])
