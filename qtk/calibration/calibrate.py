@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import precise_in
 from qtk.core.encoding import Encoding, encodings_to
+from qtk.core.needs import found_where
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import PER_TENSOR, QuantSpec
@@ -28,6 +29,7 @@ from qtk.core.transfer import HOST
 from qtk.data.forward_pass import Batch, Data, Forward, run_all
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError
+from qtk.graph.graphs import contents_of
 from qtk.graph.insert import drop_sites
 from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
@@ -38,9 +40,15 @@ from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
 from qtk.observers.weighted_histogram import WeightedHistogram
+from qtk.operators.contents import Trait
+from qtk.operators.op_row import Mask, Precision
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
+
+OF_MASKS = frozenset({Mask.READS, Mask.MAKES, Trait.COMPOSITES})
+OF_EXPONENTS = frozenset({Precision.EXPONENT})
+"""What graphs hold in which masks, and arguments of exponentials, can be."""
 
 AT_ONCE = 1 << 26
 """Elements of parameters on an accelerator whose ranges are searched together."""
@@ -96,11 +104,13 @@ def calibrate(
     encodings = {site: known_encoding(d.spec, d.range) for site, d in sites.items() if d.range is not None}
     encodings = _on(device_of(simulation.model), encodings)
     static = {site: decided for site, decided in sites.items() if decided.static}
-    encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
+    contents = contents_of(simulation.model)
+    maskable: set[Site] = found_where(OF_MASKS, contents, lambda: _maskable_leaders(simulation), set())
+    encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=maskable)
     sampled = {site: simulation.quantizers[site] for site, decided in sites.items() if not decided.static}
-    tokens = ValidTokens(simulation.model, data.valid)
+    tokens = None if data.valid is None else ValidTokens(simulation.model, data.valid)
     samples = SiteSamples(simulation, sampled, tokens)
-    observers = _observed_on_data(simulation, sites, data, samples, tokens)
+    observers = _observed_on_data(simulation, sites, data, samples, tokens, contents, maskable)
     settle(observers.values())
     masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
     seen = {
@@ -117,9 +127,12 @@ def calibrate(
         if bounds is not None:
             encodings[site] = encoding = bounded(encoding, bounds)
         simulation.quantizers[site].load_encoding(encoding)
-    dropped = masked | (large_exponents(simulation) if precise_in(simulation.target) == "float" else {})
-    simulation = drop_sites(simulation, dropped) if dropped else simulation
-    raise_scales(simulation)
+    if precise_in(simulation.target) == "float":
+        large: dict[Site, str] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
+        masked |= large
+    simulation = drop_sites(simulation, masked) if masked else simulation
+    if any(decided.factors for decided in simulation.plan.values()):
+        raise_scales(simulation)
     return simulation, samples
 
 
@@ -231,7 +244,7 @@ def _named(site: Site) -> Iterator[None]:
 
 def _observed_on_data(
     simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData, samples: SiteSamples,
-    tokens: ValidTokens,
+    tokens: ValidTokens | None, contents: frozenset[object], maskable: Collection[Site],
 ) -> Mapping[Site, Observer]:
     """The observers of the sites whose ranges depend on data, after all ranks have run their data."""
     observers = {
@@ -241,7 +254,6 @@ def _observed_on_data(
     }
     if not observers:
         return observers
-    maskable = _maskable_leaders(simulation)
     for site, observer in observers.items():
         observer.allows_mask = site in maskable
     problem: Exception | None = None
@@ -252,13 +264,18 @@ def _observed_on_data(
                 f"{len(observers)} activation sites need calibration data, the first of them {names}; "
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
-        with (
-            matrices_counted(simulation), _observing(simulation, observers, tokens, samples), tokens.listening(),
-            samples.followed(),
-        ):
-            run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
-                    num_batches=data.num_batches, label="calibrating", progress=data.progress)
-        tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})
+        with ExitStack() as while_data_run:
+            if Trait.STACKS in contents:
+                while_data_run.enter_context(matrices_counted(simulation))
+            while_data_run.enter_context(_observing(simulation, observers, tokens, samples))
+            if tokens is not None:
+                while_data_run.enter_context(tokens.listening())
+            while_data_run.enter_context(samples.followed())
+            run_all(simulation.model, data.batches, forward=data.forward if tokens is None else
+                    tokens.forward(data.forward), num_batches=data.num_batches, label="calibrating",
+                    progress=data.progress)
+        if tokens is not None:
+            tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})
     except Exception as error:  # the other ranks are waiting
         problem = error
     return joined(observers, device_of(simulation.model), problem)
@@ -298,17 +315,19 @@ def _observing(
     samples: SiteSamples | None = None,
 ) -> Iterator[None]:
     """While the body runs, the model computes in float and ``observers`` see the values at their sites."""
-    tokens = tokens or ValidTokens(simulation.model, None)
     watched: dict[Quantizer, Any] = {simulation.quantizers[site]: observer for site, observer in observers.items()}
     weighted = [quantizer for quantizer, each in watched.items() if isinstance(each, WeightedHistogram)]
     seeing = watched if samples is None else samples.observers(watched)
-    gradients = LocalGradients({quantizer: seeing[quantizer] for quantizer in weighted}, tokens)
+    gradients = LocalGradients({quantizer: seeing[quantizer] for quantizer in weighted},
+                               tokens or ValidTokens(simulation.model, None)) if weighted else None
+    weighing = {} if gradients is None else gradients.observers
     try:
         for quantizer, observer in seeing.items():
-            quantizer.observer = gradients.observers.get(quantizer) or tokens.observer(observer, quantizer)
+            of_rows = observer if tokens is None else tokens.observer(observer, quantizer)
+            quantizer.observer = weighing.get(quantizer) or of_rows
         with (
             in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(seeing, Mode.OBSERVE),
-            gradients.listening(simulation.model),
+            nullcontext() if gradients is None else gradients.listening(simulation.model),
         ):
             yield
     finally:

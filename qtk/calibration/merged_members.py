@@ -20,7 +20,7 @@ from qtk.core.site import Site
 from qtk.data.valid_tokens import ValidTokens
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
-from qtk.graph.flow import Flow
+from qtk.graph.flow import Flow, ancestors
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
@@ -130,7 +130,7 @@ class _LabelWalk:
 
     def run(self, leaves: list[object], readers: dict[fx.Node, Site]) -> Iterator[tuple[fx.Node, dict[str, Tensor]]]:
         """Yields each reader that several members reach, with values of each."""
-        needed = _ancestors(readers)
+        needed = {*readers, *ancestors(readers)}
         remaining = {node: sum(user in needed for user in node.users) for node in needed}
         inputs = dict(zip(self._graph.find_nodes(op="placeholder"), leaves, strict=True))
         for node in self._graph.nodes:
@@ -213,13 +213,3 @@ def _expanded(labels: object, value: Tensor) -> Tensor | None:
         return None
     lengths = zip(reversed(labels.shape), reversed(value.shape), strict=False)
     return labels.expand(value.shape) if all(own in (1, length) for own, length in lengths) else None
-
-
-def _ancestors(nodes: dict[fx.Node, Site]) -> set[fx.Node]:
-    found, pending = set[fx.Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found

@@ -9,17 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx
 
-from qtk.graph.graphs import graphs
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.input_taps import input_taps
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.moments.matrix_rows import MatrixRows
-from qtk.operators.op_table import row_of
 
 LISTED = 3
-
-STACKED = ("grouped_matmul", "matmul", "addmm", "einsum", "linear")
-"""Kinds of ops that can read a stack of matrices."""
 
 
 @contextmanager
@@ -44,11 +39,6 @@ def matrices_counted(simulation: Simulation) -> Iterator[None]:
 
 def _routed_stacks(simulation: Simulation) -> list[WeightedLayer]:
     """The weights that are stacks of matrices, of which data decide which rows meet which."""
-    nodes = [node for graph in graphs(simulation.model).values() for node in graph.graph.nodes]
-    rows = [row for node in nodes if (row := row_of(node)) is not None]
-    is_stacked = any(parameter.ndim > 2 for parameter in simulation.model.parameters())
-    if not is_stacked or not any(row.kind in STACKED for row in rows):
-        return []
     layers, _ = weighted_layers(simulation.model, simulation.plan)
     return [layer for layer in layers if layer.matrices and any(use.is_routed for use in layer.uses.values())]
 

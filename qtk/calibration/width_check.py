@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,22 +22,23 @@ from torch.nn.utils.rnn import pad_sequence
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
-from qtk.calls.states import proposed_states
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
-from qtk.core.plan import SitePlan
+from qtk.core.needs import found_where
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.core.transfer import HOST, moved
 from qtk.data.valid_tokens import ValidTokens
 from qtk.graph.dynamic_steps import dynamic_steps
+from qtk.graph.graphs import contents_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
 from qtk.numerics.affine import fake_quantize
 from qtk.numerics.error import decibels
 from qtk.observers.observer import Observer
+from qtk.operators.op_row import Precision, Role
 from qtk.ops.simulate import simulate_dynamic
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.table import Column, Table
@@ -94,23 +95,30 @@ class SiteSamples:
         self, simulation: Simulation, quantizers: Mapping[Site, Quantizer], tokens: ValidTokens | None = None
     ) -> None:
         self._quantizers = list(quantizers.values())
-        self._calls = SiteCalls(simulation, quantizers)
-        self._members = MemberSamples(simulation, quantizers, tokens)
+        self._leaders = {quantizer: site for site, quantizer in quantizers.items()}
+        is_shared = any(decided.leader is not None for decided in simulation.plan.values())
+        self._calls = SiteCalls(simulation, quantizers) if is_shared else None
+        contents = contents_of(simulation.model)
+        self._members = found_where({Role.MERGE}, contents, lambda: MemberSamples(simulation, quantizers, tokens), None)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
-        self._steps = {site for sites in dynamic_steps(simulation).values() for site in sites}
+        steps: dict[str, list[Site]] = found_where({"recurrent"}, contents, lambda: dynamic_steps(simulation), {})
+        self._steps = {site for sites in steps.values() for site in sites}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Calls in the body are told apart by their sites, and the first by the members of float merges."""
-        with self._calls.followed(), self._members.followed():
+        with ExitStack() as following:
+            for each in (self._calls, self._members):
+                if each is not None:
+                    following.enter_context(each.followed())
             yield
 
     @property
-    def members(self) -> Mapping[Site, Mapping[str, Tensor]]:
+    def members(self) -> Mapping[Site, dict[str, Tensor]]:
         """Site that is quantized behind a float merge → name of an operand → some of its values there."""
-        return self._members.values
+        return {} if self._members is None else self._members.values
 
     def observers(self, observers: Mapping[Quantizer, Observer]) -> dict[Quantizer, Any]:
         """The observers, which keep samples too; where a quantizer has none, one that does nothing else."""
@@ -124,21 +132,25 @@ class SiteSamples:
         """These samples, those of ``later`` where both have some of a site."""
         both = copy(self)
         both._values = defaultdict(list, {**self._values, **later._values})
-        both._members = copy(self._members)
-        both._members.values = {**self._members.values, **later._members.values}
+        if self._members is not None:
+            both._members = copy(self._members)
+            both._members.values = {**self.members, **later.members}
         both._rounded = defaultdict(list, {**self._rounded, **later._rounded})
         return both
 
     def unheld(self, simulation: Simulation) -> list[UnheldSite]:
         """The sites that their encodings do not hold, worst first."""
         precise, samples = precise_in(simulation.target), self._by_spec(simulation)
-        exponents, proposed = large_exponents(simulation), proposed_states(simulation.model)
+        contents = contents_of(simulation.model)
+        exponents: dict[Site, str] = found_where(
+            {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
         found = [
-            _judged(site, simulation.plan[site], values, encoding, precise, exponents.get(site), proposed.get(site))
+            _judged(site, simulation, values, encoding, precise, exponents.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
         ]
         names = {each.name for each in found if each is not None}
-        found += self._unheld_members(simulation, precise, names)
+        if self.members:
+            found += self._unheld_members(simulation, precise, names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
     def _unheld_members(
@@ -152,8 +164,8 @@ class SiteSamples:
                 continue
             is_wide, on_host = precise != "float" and encoding.spec.dtype.bits >= precise, encoding.to(HOST)
             for name, values in members.items():
-                judged = _judged(site, simulation.plan[site], values[values.isfinite()].to(HOST), on_host,
-                                 "float" if is_wide else precise, None, None)
+                judged = _judged(site, simulation, values[values.isfinite()].to(HOST), on_host,
+                                 "float" if is_wide else precise, None)
                 if judged is not None:
                     others = ", ".join(other for other in members if other != name)
                     yield replace(judged, name=f"{site.name} of {name}",
@@ -197,7 +209,7 @@ class SiteSamples:
         return samples
 
     def _keep(self, quantizer: Quantizer, x: Tensor) -> None:
-        site = self._calls.site_of_next(quantizer)
+        site = self._leaders[quantizer] if self._calls is None else self._calls.site_of_next(quantizer)
         self._seen[site] += 1
         seen = self._seen[site]
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
@@ -238,18 +250,18 @@ def _in_question(
 
 
 def _judged(
-    site: Site, plan: SitePlan, values: Tensor, encoding: Encoding, precise: Literal[16, "float"], exponent: str | None,
-    states: Mapping[str, int] | None,
+    site: Site, simulation: Simulation, values: Tensor, encoding: Encoding, precise: Literal[16, "float"],
+    exponent: str | None,
 ) -> UnheldSite | None:
-    spec = encoding.spec
+    spec, plan = encoding.spec, simulation.plan[site]
     bits = spec.dtype.bits
     if not values.numel() or not values.any():
-        return _constant(site, 0.0, states) if values.numel() > 1 and site.port == "input" else None
+        return _constant(site, 0.0, simulation) if values.numel() > 1 and site.port == "input" else None
     if plan.range is not None:
         values = values.clamp(*plan.range)  # what a fixed range clips is decided
     low, high = values.aminmax()
     if low == high:
-        return _constant(site, float(low), states) if site.port == "input" and values.numel() > 1 else None
+        return _constant(site, float(low), simulation) if site.port == "input" and values.numel() > 1 else None
     rounded = fake_quantize(values, encoding.scale, encoding.zero_point, (), int(spec.qmin), int(spec.qmax))
     loss = _Loss.of(values, rounded)
     codes = int(rounded.unique().numel())  # type: ignore[no-untyped-call]

@@ -16,8 +16,10 @@ from qtk.capture.fresh_constants import drop_empty_operands
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
+from qtk.core.needs import found_where
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
+from qtk.operators.contents import Trait, contents
 from qtk.operators.targets import MEMBERS, path_of
 from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 
@@ -76,7 +78,7 @@ def canonicalize(
     drop_empty_operands(graph)
     swaps = recover(root, graph, original, train_only)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
-    part_from_buffers(graph)
+    found_where({Trait.WRITES}, contents(graph.nodes), lambda: part_from_buffers(graph), None)
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
     captured_graph.meta[CONSTANTS] = constants_of(original)

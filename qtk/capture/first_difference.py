@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,27 @@ from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import tensor_difference
-from qtk.errors import VerificationError
+from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.module_stack import module_calls
 from qtk.graph.sites import GRAPH_PATH, join, label
 
 
-def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> str | None:
+def first_difference(original: nn.Module, graph: CapturedGraph, calls: Sequence[Call]) -> str | None:
     """Path of the first innermost submodule whose output differs in the graph, with the difference, as text.
 
-    ``None`` if none differs among those that return one tensor.
+    ``None`` if none differs, in any of ``calls``, among those that return one tensor, or the graph does not run.
     """
+    try:
+        return next((text for call in calls if (text := _in_call(original, graph, call))), None)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:
+        return None
+
+
+def _in_call(original: nn.Module, graph: CapturedGraph, call: Call) -> str | None:
     children = [module for module in original.modules() if module is not original]
     innermost = [module for module in children if not list(module.children())]
     with untouched(original), untouched(graph), torch.no_grad():

@@ -26,16 +26,19 @@ from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
 from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
-from qtk.capture.packed import build_packed, takes_packed
+from qtk.capture.packed import build_packed
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph
+from qtk.capture.recurrent_tracing import takes_packed
 from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, difference_over_calls
+from qtk.core.needs import found_where
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.unknown_ops import unknown_ops
+from qtk.operators.contents import Trait, contents
 
 BUILT = "built"
 """The rung of a graph that is built by hand."""
@@ -101,7 +104,7 @@ def capture_graph(
         except OUT_OF_MEMORY:
             raise
         except Exception as error:  # whatever a capture does wrong, the next rung may do right
-            difference = _first_difference(model, graph, calls)
+            difference = first_difference(model, graph, calls)
             where = "" if difference is None else f"; the first module to differ is {difference}"
             reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
@@ -182,7 +185,8 @@ def _on_rung(
             report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
             source = Call(*distinct((captured.args, captured.kwargs)), None)
             sizes, names = replace(sizes, asked=captured.asked), captured.names
-        closed = open_composites(graph)
+        closed: tuple[str, ...] = found_where(
+            {Trait.COMPOSITES}, contents(graph.graph.nodes), lambda: open_composites(graph), ())
         graph.meta[SIGNATURE] = inspect.signature(model.forward)
         graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
         graph.meta[ATTRIBUTES], graph.meta[SIZES] = PlainAttributes(model), sizes
@@ -192,13 +196,3 @@ def _on_rung(
         graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons), unknown_ops=unknown_ops(graph),
                                      opaque_parts=closed)
         return graph, source
-
-
-def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str | None:
-    """``first_difference`` over all calls; ``None`` also if the graph does not run."""
-    try:
-        return next((text for call in calls if (text := first_difference(model, graph, call))), None)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:
-        return None

@@ -16,15 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 from qtk.calls.calls import Call
 from qtk.capture.composites import sequence_composite
 from qtk.capture.holders import hold
-from qtk.capture.packed_sequences import zero_states
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.recurrent_tracing import zero_states
 from qtk.graph.sites import name_sites
 from qtk.torch_private import FakeTensorMode
-
-
-def takes_packed(module: nn.Module, call: Call) -> bool:
-    """Whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
-    return isinstance(module, nn.RNNBase) and any(isinstance(arg, PackedSequence) for arg in _arguments(call))
 
 
 class PackedRecurrent(PreparedGraph):
@@ -55,7 +50,7 @@ class PackedRecurrent(PreparedGraph):
 def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
     """Builds the graph of ``module`` for the packed sequence of ``call``."""
     assert isinstance(module, nn.RNNBase)
-    packed, *_ = (arg for arg in _arguments(call) if isinstance(arg, PackedSequence))
+    packed, *_ = (arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, PackedSequence))
     composite, weights, biases = sequence_composite(module)
     root = hold(module)
     root.add_module("recurrence", composite)
@@ -85,7 +80,3 @@ def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
     built = PackedRecurrent(root, graph)
     name_sites(built.graph, place)
     return built
-
-
-def _arguments(call: Call) -> list[object]:
-    return [*call.args, *call.kwargs.values()]

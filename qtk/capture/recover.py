@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import Holder, free_name, holder, keep_type
-from qtk.capture.packed_sequences import PAD
+from qtk.capture.recurrent_tracing import PAD
 from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING

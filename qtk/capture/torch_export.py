@@ -31,9 +31,8 @@ from qtk.capture.free_shapes import (
     with_batch_of_two,
 )
 from qtk.capture.fresh_constants import settle_fresh_constants
-from qtk.capture.packed_sequences import packing_as_ops
-from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.recurrent_tracing import lengths_stay_free, packing_as_ops
+from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.capture.train_mode.markers import mark
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
@@ -262,7 +261,11 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
     args, kwargs = distinct((args, kwargs))
-    with silent_torch(), lengths_stay_free(), packing_as_ops(), assigned_in_place(model):
+    has_buffers = any(True for _ in model.buffers())
+    with (
+        silent_torch(), lengths_stay_free(), packing_as_ops(),
+        assigned_in_place(model) if has_buffers else contextlib.nullcontext(),
+    ):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
         settle_fresh_constants(program.graph)

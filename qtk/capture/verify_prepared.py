@@ -12,11 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from qtk.calls.calls import detached
 from qtk.calls.containers import leaf_paths
-from qtk.capture.kept_attributes import noting_changes
 from qtk.capture.train_mode.adopt_drops import adopt_drops
 from qtk.capture.train_mode.custom_backward import lost_backwards
 from qtk.capture.train_mode.without_dropout import WithoutDropout
-from qtk.capture.untouched import untouched
+from qtk.capture.untouched import noting_changes, untouched
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
@@ -135,7 +134,7 @@ def train_difference(
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
     expected, drops = _train_outcome(original, args, kwargs, train_only)
-    notes = list(adopt_drops(prepared, drops))
+    notes = list(adopt_drops(prepared, drops)) if drops else []
     if in_eval is not None and _does_the_same_in_both_modes(prepared):
         actual = in_eval
     else:

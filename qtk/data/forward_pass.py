@@ -6,6 +6,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import torch
@@ -15,14 +16,17 @@ from tqdm import tqdm
 
 from qtk.calls.calls import leaves_text
 from qtk.calls.inputs import split_inputs
-from qtk.capture.tracing_lock import TRACING
+from qtk.calls.states import states_of
+from qtk.capture.tracing import TRACING
 from qtk.data.batch_advice import batch_advice
 from qtk.data.rolled_states import RolledStates, written_places
 from qtk.data.sequences import Sequences, like
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.graph.failed_op import failed_op
+from qtk.graph.graphs import contents_of, roots
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.kept_buffers import buffers_kept
+from qtk.operators.contents import Trait
 from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 
@@ -83,8 +87,8 @@ def outputs(
     total = min((number for number in (length_of(data), num_batches) if number is not None), default=None)
     batches = read(data, num_batches)
     seen = 0
-    rolled = RolledStates(model, data)
-    with caching(model), rolled.listening():
+    rolled = RolledStates(model, data) if _may_have_states(model, data) else None
+    with caching(model), nullcontext() if rolled is None else rolled.listening():
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             if total is None and index == most_uncounted:
                 raise CalibrationError(
@@ -92,7 +96,8 @@ def outputs(
                     "batches, so it may never end; pass num_batches (a few hundred samples are enough), or data with "
                     "a length"
                 )
-            rolled.begin(batch)
+            if rolled is not None:
+                rolled.begin(batch)
             with TRACING, evaluating(model), torch.no_grad():
                 try:
                     output = _called(run, model, batch)
@@ -227,6 +232,12 @@ def in_memory(
     if len(batches) < least:
         raise CalibrationError(f"at least {least} batches are needed, got {len(batches)}" + (f": {why}" if why else ""))
     return like(data, batches)
+
+
+def _may_have_states(model: nn.Module, data: object) -> bool:
+    """Whether a model keeps anything from call to call, or the data say so: of a model in Python nobody knows."""
+    return isinstance(data, Sequences) or "" not in roots(model) or bool(states_of(model)) or (
+        Trait.WRITES in contents_of(model))
 
 
 def _check(data: object, num_batches: int | None) -> None:

@@ -29,7 +29,7 @@ from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
 from qtk.calls.signature import output_nodes
 from qtk.capture.composites import Composite, composite_called
-from qtk.capture.recurrent_shapes import lengths_stay_free
+from qtk.capture.recurrent_tracing import lengths_stay_free
 from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec

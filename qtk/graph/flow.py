@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from torch import fx
+from torch import Tensor, fx
 
-from qtk.graph.losses import loss_nodes
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 from qtk.graph.written_buffers import is_input, is_state, is_write
 from qtk.operators.op_row import OpRow, Role
 from qtk.operators.op_table import row_of
 from qtk.operators.schema import aten_name
+from qtk.operators.targets import called_module
 
 SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 
@@ -177,6 +177,16 @@ def maker(node: fx.Node) -> fx.Node:
     return node
 
 
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that ``nodes`` depend on."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        new = [source for source in pending.pop().all_input_nodes if source not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
 def reads_shape_only(node: fx.Node) -> bool:
     """Whether an op reads the shapes of its operands alone."""
     row = row_of(node)
@@ -197,3 +207,38 @@ def _is_tuple(node: fx.Node) -> bool:
 def _output_ports(node: fx.Node) -> Iterator[Port]:
     for index, value in enumerate(node.all_input_nodes):
         yield Port(node, 0, index, index, value)
+
+
+def loss_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The ops that compute a loss, and its targets: inputs that nothing else reads.
+
+    From an op of a loss, through ops without weights, only scalars that the graph returns are reached, and one of them
+    depends on a target.
+    """
+    tail: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op in ("get_attr", "output") or not node.users:
+            continue
+        row = row_of(node)
+        has_weights = row is not None and bool(row.weights or row.multiplies)
+        if not has_weights and not _is_composite(node) and all(_ends(node, user, tail) for user in node.users):
+            tail.add(node)
+    loss = {node for node in tail if node.op == "placeholder"}
+    for node in graph.nodes:
+        if node in tail and not loss.isdisjoint(node.all_input_nodes):
+            loss.add(node)
+    for node in reversed(graph.nodes):
+        if node in tail and not loss.isdisjoint(node.users):
+            loss.add(node)
+    return loss
+
+
+def _ends(node: fx.Node, user: fx.Node, tail: set[fx.Node]) -> bool:
+    """Whether what ``user`` does with the value of ``node`` ends in scalars."""
+    value = node.meta.get("val")
+    return user in tail or (user.op == "output" and isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _is_composite(node: fx.Node) -> bool:
+    module = called_module(node)
+    return module is not None and any(True for _ in module.children())

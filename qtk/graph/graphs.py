@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.operators.contents import contents
 from qtk.operators.targets import called_module
 
 
@@ -22,6 +23,11 @@ def roots(model: nn.Module) -> dict[str, CapturedGraph]:
     """The graphs that are nested in no other: the model itself, or its islands, and variants of these."""
     by_path = graphs(model)
     return {path: graph for path, graph in by_path.items() if not any(_is_below(path, other) for other in by_path)}
+
+
+def contents_of(model: nn.Module) -> frozenset[object]:
+    """What the graphs of a model hold, also those nested in modules of a graph: see ``contents``."""
+    return contents(node for graph in graphs(model).values() for node in graph.graph.nodes)
 
 
 def entered(model: nn.Module) -> list[nn.Module]:

@@ -1,9 +1,11 @@
-"""The device of a model."""
+"""The device of a model, and weights that are elsewhere: on the meta device, brought by hooks while it runs."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+from qtk.errors import CaptureError
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -36,3 +38,19 @@ def empty_tensors(model: nn.Module) -> str:
     names = [name for name, tensor in tensors if tensor.is_meta]
     more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
+
+
+HOOK = "_hf_hook"
+"""The attribute in which accelerate keeps the hook of a module."""
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Raises: CaptureError if hooks bring the weights of modules while they run, with the call that removes them."""
+    hooked = [path for path, module in model.named_modules() if getattr(module, HOOK, None) is not None]
+    names = empty_tensors(model)
+    if hooked and names:
+        raise CaptureError(
+            f"{names}: on the meta device, without values, which hooks of {len(hooked)} modules bring while these run; "
+            "run accelerate.hooks.remove_hook_from_module(model, recurse=True), which brings back what was offloaded "
+            f"from a loaded model; what was never loaded stays there: {LOAD}"
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -12,6 +13,7 @@ from qtk.calls.inputs import is_free
 from qtk.config.schema import Io
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.granularity import PerChannel
+from qtk.core.needs import found_where
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
@@ -21,15 +23,16 @@ from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, is_result, maker
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
-from qtk.operators.op_row import Role
-from qtk.operators.op_table import RECURRENT, op_name
-from qtk.planning.adapters import adapter_ops
+from qtk.operators.contents import Trait, contents
+from qtk.operators.op_row import Precision, Role
+from qtk.operators.op_table import PYTHON, RECURRENT, op_name
+from qtk.planning.adapters import SUMS, adapter_ops
 from qtk.planning.decision import Decision
-from qtk.planning.feeds import Feeds
+from qtk.planning.feeds import OUTPUT, Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
 from qtk.planning.patterns import PatternMatch, match_patterns
 from qtk.planning.recurrent_profiles import DEFAULT, Profile, profiled
-from qtk.planning.rules import Matchable, OpDecisions, Rules, to_spec
+from qtk.planning.rules import Fact, Matchable, OpDecisions, Rules, to_spec
 from qtk.planning.supergroups import match_supergroups
 
 TensorRole: TypeAlias = Literal["weight", "bias", "input", "output"]
@@ -37,6 +40,15 @@ TensorRole: TypeAlias = Literal["weight", "bias", "input", "output"]
 
 Key: TypeAlias = fx.Node | Site
 """Of the plan of a value, or of an edge."""
+
+Found = TypeVar("Found")
+
+OF_FORMULAS = frozenset({"mul", "div", "neg", "pow"})
+OF_COUNTS = frozenset({Trait.INTEGERS, Role.COUNT, Role.CREATE, Trait.WRITES})
+OF_ABSOLUTE_VALUES = frozenset({Trait.INTEGERS, Precision.FRACTION})
+OF_ADAPTERS = SUMS
+OF_CELLS = frozenset({"lstm", Fact.NESTED})
+"""What the analyses of a graph need: all that they find has one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,8 @@ class Draft:
     other readers get on their edges. ``split``: parameter that its readers want in several formats → reason.
     ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a line for every tensor whose shape
     does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
-    supergroup. ``requests``: what decisions that follow a rule ask for. ``absolute``: values whose
+    supergroup. ``requests``: what decisions that follow a rule ask for. ``contents``: what passes may need (``Fact``,
+    ``qtk.operators.contents``). ``absolute``: values whose
     absolute error counts, however wide their range.
 
     Args:
@@ -89,18 +102,29 @@ class Draft:
         self.io = io
         self.float_outputs, self.profile = float_outputs, profile
         self.flow = Flow(graph, is_nested=io is None)
-        matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
-        self.formulas = {node: match for match in matches for node in match.nodes}
-        self._natures = natures(graph, self.flow)
-        self.absolute = absolute_values(graph, self.flow)
+        self.contents = contents(graph.nodes) | rules.facts
         self._is_island = is_island
-        self.feeds = Feeds(graph, self.flow, self.formulas, is_island=is_island)
-        self._adapters = adapter_ops(graph, self.flow)
+        self.formulas: dict[fx.Node, PatternMatch] = {}
+        if io is not None:
+            matches: list[PatternMatch] = self._found(OF_FORMULAS, lambda: match_patterns(graph), [])
+            self.formulas = {node: match for match in matches if not self._is_split(match) for node in match.nodes}
+        self._natures: dict[fx.Node, Nature] = self._found(OF_COUNTS, lambda: natures(graph, self.flow), {})
+        self.absolute: set[fx.Node] = self._found(
+            OF_ABSOLUTE_VALUES, lambda: absolute_values(graph, self.flow), set())
+        self._adapters: frozenset[fx.Node] = self._found(
+            OF_ADAPTERS, lambda: adapter_ops(graph, self.flow), frozenset())
         self._heads: frozenset[fx.Node] = frozenset()
         if vocabularies:
             from qtk.planning.language_heads import language_heads  # loaded here: few configs speak of heads
 
             self._heads = language_heads(graph, self.flow, vocabularies)
+        ends = {*OUTPUT, *(match.kind for match in self.formulas.values()), *self.contents}
+        ends |= {PYTHON} if is_island else set()
+        self.feeds = found_where(rules.fed, ends, lambda: Feeds(graph, self.flow, self.formulas, is_island=is_island),
+                                 None)
+        is_excluded = float_outputs is not None or any(exclusion(node) for node in graph.nodes)
+        facts = {Fact.STREAMS: self.feeds is not None, Fact.EXCLUSIONS: is_excluded, Fact.NESTED: io is None}
+        self.contents |= {fact for fact, holds in facts.items() if holds}
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
         self._matchables: dict[fx.Node, Matchable] = {}
@@ -120,9 +144,12 @@ class Draft:
     def decisions(self, op: fx.Node) -> OpDecisions:
         """The settings for an op or graph input; an op of a formula is matched as the op that the formula computes."""
         members = [self.matchable(member) for member in self._members.get(op, ())]
-        is_cell_state = op in self.cell_states
-        output = profiled(self.rules.activation, op, self.profile, is_cell_state=is_cell_state)
+        output = self._found(OF_CELLS, lambda: profiled(self.rules.activation, op, self.profile,
+                                                        is_cell_state=op in self.cell_states), None)
         return self.rules.decisions(self.matchable(op), members, output=output)
+
+    def _found(self, needs: Set[object], analysis: Callable[[], Found], otherwise: Found) -> Found:
+        return found_where(needs, self.contents, analysis, otherwise)
 
     @cached_property
     def cell_states(self) -> set[fx.Node]:
@@ -136,7 +163,8 @@ class Draft:
         if op not in self._matchables:
             formula = self.formulas.get(op)
             kind = formula.kind if formula is not None else None
-            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind,
+            feeds = frozenset[str]() if self.feeds is None else self.feeds.names(op)
+            self._matchables[op] = Matchable(op, self.flow, feeds, kind,
                                              in_adapter=op in self._adapters, is_lm_head=op in self._heads,
                                              in_island=self._is_island)
         return self._matchables[op]
@@ -230,7 +258,7 @@ class Draft:
 
     def counts(self, node: fx.Node) -> bool:
         """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""
-        nature = self._natures[node]
+        nature = self._natures.get(node, Nature.REAL)
         if nature is Nature.INTEGER and is_float(node):
             rows = [row for port in self.flow.readers(node) if (row := self.flow.row(port.user)) is not None]
             return not any(row.weights or row.multiplies for row in rows)

@@ -41,20 +41,26 @@ The rules, numbered as the code cites them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import fx
 
 from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
+from qtk.core.needs import concerned, found_where
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
 from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.sites import OWNER, label, ports, value_site
-from qtk.operators.op_table import OP_NAMES, PYTHON, op_name
+from qtk.graph.sites import OWNER, edge_site, label, ports, value_site
+from qtk.operators.contents import Trait
+from qtk.operators.op_row import Role
+from qtk.operators.op_table import OP_NAMES, PAD_WITH_VALUE, PYTHON, op_name
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
@@ -63,15 +69,17 @@ from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
 from qtk.planning.plan_values import plan_values
 from qtk.planning.rule_effects import check_rules
-from qtk.planning.rules import Rules
+from qtk.planning.rules import Fact, Rules
 from qtk.planning.share_merges import share_merges
-from qtk.planning.weight_coverage import warn_of_weights_in_float
 
 RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
 
 SHOWN = 5
 """Reasons that an error lists."""
+
+SHARE, LISTED = 0.1, 3
+"""Of the parameters, from which a warning is due that they stay in float, and how many that lists."""
 
 
 def plan(
@@ -134,7 +142,7 @@ def plan(
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
-    check_rules(drafts, rules, gone)
+    found_where({Fact.REQUIRED_RULES}, rules.facts, lambda: check_rules(drafts, rules, gone), None)
     warn_of_weights_in_float(drafts)
     return QuantPlan(sites, {**unquantized, **gone})
 
@@ -167,12 +175,55 @@ def _refuse_other_numbers(draft: Draft) -> None:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of the planner.
+
+    Args:
+        run: decides sites of a draft.
+        needs: of the draft's ``contents``; a draft with none of these it leaves as it is. Empty: it acts on every one.
+    """
+
+    run: Callable[[Draft], None]
+    needs: frozenset[object] = frozenset()
+
+
 def run_passes(draft: Draft) -> None:
-    """Runs all passes on one graph and on the graphs inside its composites, in the order that their docs require."""
-    plan_composites(draft, run_passes)
-    plan_values(draft)
-    plan_parameters(draft)
-    share_merges(draft)
-    plan_edges(draft)
-    plan_biases(draft)
-    explain_unread_parameters(draft)
+    """Runs the passes that concern one graph, and on the graphs inside its composites theirs, in their order."""
+    for each in concerned(PASSES, lambda: draft.contents):
+        each.run(draft)
+
+
+PASSES = (
+    Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
+    Pass(plan_values),
+    Pass(plan_parameters),
+    Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
+    Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
+    Pass(plan_biases, frozenset({Fact.INT32_BIASES})),
+    Pass(explain_unread_parameters),
+)
+"""In the order that their docs require."""
+
+
+def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
+    """Warns if more than ``SHARE`` of the parameters, counted one by one, stays in float though no rule says so."""
+    asked: dict[fx.Node, int] = {}
+    left: dict[fx.Node, str] = {}
+    for draft in drafts:
+        for node in draft.graph.nodes:
+            for port in draft.flow.weight_ports(node):
+                if not draft.of_parameter(port).weight.enabled:
+                    continue
+                root = draft.flow.root(port.value)
+                asked[root] = root.meta["val"].numel()
+                if draft.planned((root, port.value, edge_site(port))) is None:
+                    left[root] = draft.floats.get(root, "it is read in a way that has no format")
+    elements, total = sum(asked[node] for node in left), sum(asked.values())
+    if elements > SHARE * total:
+        listed = "; ".join(f"{value_site(node)}: {reason}" for node, reason in list(left.items())[:LISTED])
+        more = f"; and {len(left) - LISTED} more" if len(left) > LISTED else ""
+        warnings.warn(
+            f"{elements / total:.0%} of the weights that the config asks for stay in float ({len(left)} of "
+            f"{len(asked)} tensors): {listed}{more}", stacklevel=5,
+        )

@@ -39,8 +39,6 @@ def check_rules(drafts: Sequence[Draft], rules: Rules, gone: Mapping[Site, str])
     Raises: ConfigError listing the rules that decide nothing, each with what overrules it.
     """
     required = [(index, rule) for index, rule in enumerate(rules.config.rules) if not rule.optional]
-    if not required:
-        return
     every = [draft for outer in drafts for draft in _with_nested(outer)]
     effects = {
         (index, request.role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,18 @@ from qtk.graph.written_buffers import is_input
 from qtk.operators.op_table import PYTHON
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
+
+
+class Fact(enum.Enum):
+    """What passes of the planner need beside ops."""
+
+    SET_INPUTS = "a rule sets inputs of ops"
+    REQUIRED_RULES = "rules that are not optional"
+    INT32_BIASES = "a setting of biases"
+    STREAMS = "a rule with ``feeds`` that names what the graph has"
+    EXCLUSIONS = "excluded modules"
+    NESTED = "the graph is inside a composite"
+
 
 DEFAULT_BITS = 8
 """The width where neither the constructor nor the config's defaults name one."""
@@ -114,6 +127,21 @@ class Rules:
         self.activation = _default("activation", defaults.activation, activation_bits, symmetric=False)
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
         _check_left_in_float(config, weight_bits=weight_bits, activation_bits=activation_bits)
+
+    @cached_property
+    def facts(self) -> frozenset[object]:
+        """What the configuration asks for, of ``Fact``."""
+        asks = {
+            Fact.SET_INPUTS: any(rule.input is not None for rule in self.config.rules),
+            Fact.REQUIRED_RULES: any(not rule.optional for rule in self.config.rules),
+            Fact.INT32_BIASES: self.bias.enabled or any(rule.bias is not None for rule in self.config.rules),
+        }
+        return frozenset(fact for fact, is_asked in asks.items() if is_asked)
+
+    @cached_property
+    def fed(self) -> frozenset[str]:
+        """The names of the ops in ``feeds`` of rules."""
+        return frozenset(name for rule in self.config.rules for name in rule.match.feeds)
 
     @property
     def quantizes(self) -> bool:

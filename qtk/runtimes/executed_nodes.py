@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 
 from qtk.core.spec import QuantSpec
-from qtk.export.onnx.node_names import op_of
+from qtk.export.onnx.names import op_of
 from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtk.errors import ExportError
-from qtk.export.onnx.node_names import op_of
+from qtk.export.onnx.names import op_of
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
-from qtk.export.onnx.onnxruntime.concat_inputs import restore_edges
-from qtk.export.onnx.onnxruntime.dynamic_lstms import restore_lstms
-from qtk.export.onnx.onnxruntime.stacked_products import restore_operands
+from qtk.export.onnx.onnxruntime.passes import restore_nodes
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics import affine
 from qtk.runtimes.model_copy import write_copy
@@ -111,9 +109,7 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
 def load_restored(file: Path) -> ir.Model:
     """The model in an exported file, with the nodes of sites back that stand in its metadata alone."""
     model = ir.load(file)
-    restore_lstms(model)
-    restore_operands(model)
-    restore_edges(model)
+    restore_nodes(model)
     return model
 
 

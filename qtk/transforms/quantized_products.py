@@ -16,7 +16,7 @@ from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.spec import QuantSpec
 from qtk.graph.evaluate import evaluate
-from qtk.graph.flow import Flow
+from qtk.graph.flow import Flow, ancestors
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.numerics.ranges import choose_range
 from qtk.operators.op_row import Product as ProductKind
@@ -60,7 +60,7 @@ def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) ->
     assert item.weight_index is not None
     port, source = next(
         (port, read) for port in ports(item.node) if port.value is not item.value and flow.is_static(port.value)
-        for read in (port.value, *ancestors(port.value)) if _is_read_of(read, weight)
+        for read in (port.value, *ancestors([port.value])) if _is_read_of(read, weight)
     )
     known = {value: _nothing(value, weight) for value in item.node.all_input_nodes
              if value is not item.value and not flow.is_static(value)}
@@ -171,18 +171,6 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, object]) -> Tensor:
 def _nothing(value: fx.Node, weight: Tensor) -> Tensor:
     """A zero in place of a value that is added to the product."""
     return torch.zeros((), dtype=value.meta["val"].dtype, device=weight.device)
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """All nodes that ``node`` depends on."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                pending.append(source)
-    return found
 
 
 def _is_read_of(node: fx.Node, tensor: Tensor) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
-from qtk.calibration.uneven_merges import UnevenValues, uneven_values
+from qtk.calibration.uneven_merges import uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
 from qtk.calibration.width_check import SiteSamples, warn_of_unheld
 from qtk.config.load import precise_in
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
+from qtk.core.needs import concerned
+from qtk.graph.graphs import contents_of
 from qtk.graph.simulation import Simulation
 from qtk.observers.ranks import exchanged, several_ranks
+from qtk.operators.op_row import Role
 from qtk.workflow.check import check
 from qtk.workflow.dropped_sites import dropped_sites_back
 from qtk.workflow.rewrite import Configurable, replan_simulation
@@ -59,7 +63,7 @@ def compute_encodings(
         if ``sites`` is ``None``, as ``check``.
     """
     computes_all = sites is None and not only_missing
-    with dropped_sites_back(sim) if computes_all else nullcontext():
+    with dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext():
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
     rules = _rules_of_data(samples, sim.simulation) if computes_all else []
@@ -92,11 +96,13 @@ def _agreed(rules: list[Rule], *, runs_again: bool) -> list[Rule]:
 
 
 def _rules_of_data(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
-    return _rules_apart(uneven_values(samples, simulation), simulation) + unheld_steps(samples, simulation)
+    found = concerned(RULES_OF_DATA, lambda: contents_of(simulation.model))
+    return [rule for each in found for rule in each.rules(samples, simulation)]
 
 
-def _rules_apart(uneven: UnevenValues, simulation: Simulation) -> list[Rule]:
+def _rules_apart(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
     """The rules that give uneven values the width for what loses too much, and slices of them ranges of their own."""
+    uneven = uneven_values(samples, simulation)
     precise = precise_in(simulation.target)
     output = TensorSetting(bits=16) if precise == 16 else precise
     bits = {site.name: decided.spec.dtype.bits for site, decided in simulation.plan.items()}
@@ -105,3 +111,21 @@ def _rules_apart(uneven: UnevenValues, simulation: Simulation) -> list[Rule]:
     if precise == "float":
         rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in uneven.readers]
     return rules
+
+
+@dataclass(frozen=True, slots=True)
+class RulesOfData:
+    """Rules that follow from the values of a calibration.
+
+    Args:
+        rules: (samples, simulation) → the rules.
+        needs: what the graphs of a model hold that gets any.
+    """
+
+    rules: Callable[[SiteSamples, Simulation], list[Rule]]
+    needs: frozenset[object]
+
+
+RULES_OF_DATA = (
+    RulesOfData(_rules_apart, frozenset({Role.MERGE})), RulesOfData(unheld_steps, frozenset({"recurrent"})),
+)

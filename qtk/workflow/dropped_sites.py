@@ -14,11 +14,7 @@ from qtk.workflow.rewrite import Rewritable
 @contextmanager
 def dropped_sites_back(sim: Rewritable) -> Iterator[None]:
     """Plans the sites again that an earlier calibration dropped; an exception takes them out again."""
-    before = sim.simulation
-    if not before.dropped:
-        yield
-        return
-    model = sim.model
+    before, model = sim.simulation, sim.model
     remove(model)
     plan = sim.plan_of(model)
     sim.simulation = Simulation(model, plan, insert(model, plan, known=before.quantizers), target=before.target)

@@ -26,7 +26,7 @@ from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.calls.signature import values_of
 from qtk.calls.states import states_of
 from qtk.capture.exclusion import excluded_modules
-from qtk.capture.tracing_lock import TRACING
+from qtk.capture.tracing import TRACING
 from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
 from qtk.config.shipped import shipped_names

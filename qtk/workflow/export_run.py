@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from qtk.analysis.simulated_values import Reference, SimulatedValues, step_of
 from qtk.calls.calls import Call
+from qtk.calls.states import STATES
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_inputs, file_signature
 from qtk.graph.insert import quantizer_called
@@ -39,7 +40,8 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         call: a call of it, with all tensors of the inputs.
     """
     inputs = {name: value.detach().cpu() for name, value in file_inputs(graph, call).items()}
-    expected, least_db, codes = tensor_outputs(graph, call), HIGH_SQNR_DB, StateCodes(file)
+    expected, least_db = tensor_outputs(graph, call), HIGH_SQNR_DB
+    codes = StateCodes(file) if STATES in graph.meta else None
     lines: list[str] = []
     amplified: list[Difference] = []
     for optimizations in (Optimizations.OFF, Optimizations.ON):
@@ -47,9 +49,11 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         switched = f"ONNX Runtime, optimizations {optimizations.value}"
         try:
             session, _ = create_session(file, optimized=optimized)
-            feed = {name: tensor.numpy() for name, tensor in codes.stored(inputs).items()}
+            given = inputs if codes is None else codes.stored(inputs)
+            feed = {name: tensor.numpy() for name, tensor in given.items()}
             returned = zip(session.get_outputs(), session.run(None, feed), strict=True)
-            results = [codes.reals(output.name, torch.from_numpy(array)) for output, array in returned]
+            values = {output.name: torch.from_numpy(array) for output, array in returned}
+            results = [value if codes is None else codes.reals(name, value) for name, value in values.items()]
         except Exception as error:  # whatever the runtime says
             remedy = other_float_remedy(graph)
             lines.append(f"{switched}, does not run it: {first_line(error)}{'' if remedy is None else f'; {remedy}'}")

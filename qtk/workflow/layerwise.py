@@ -11,7 +11,7 @@ from torch import Tensor, nn  # noqa: F401  the examples use it
 
 from qtk.calibration.calibrate import parameter_encodings
 from qtk.calibration.scale_floor import raise_scales
-from qtk.capture.tracing_lock import TRACING
+from qtk.capture.tracing import TRACING
 from qtk.data.forward_pass import Data, Forward
 from qtk.data.recorded_calls import recorded_calls
 from qtk.data.valid_tokens import Valid

@@ -16,14 +16,13 @@ from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
+from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
 from qtk.capture.ladder import Surroundings, capture_graph
-from qtk.capture.offloaded import refuse_offloaded
-from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
-from qtk.capture.tracing_lock import TRACING
+from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched
@@ -32,7 +31,7 @@ from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.sites import join
-from qtk.nn.device import LOAD, empty_tensors, is_dry_run
+from qtk.nn.device import LOAD, empty_tensors, is_dry_run, refuse_offloaded
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
@@ -142,7 +141,8 @@ def prepare_model(
         if example_inputs is None:
             return _traced(model, to_exclude, variants)
         calls = [Call(*split_inputs(inputs), None) for inputs in (example_inputs, *variants)]
-        refuse_equal_kinds(model, calls, dynamic_shapes)
+        if variants:
+            refuse_equal_kinds(model, calls, dynamic_shapes)
         return _prepared(model, calls, dynamic_shapes, excluded, verify=verify)
 
 
@@ -205,7 +205,7 @@ def _prepared(
     if isinstance(prepared, PreparedGraph) and len(calls) > 1:
         join_variants(model, graphs_of_calls, calls, expected if verify else ())
     pass_on_buffers(roots(prepared).values())
-    notes += [*exclude(prepared, excluded), *_unregistered(model)]
+    notes += [*(exclude(prepared, excluded) if excluded else ()), *_unregistered(model)]
     unknown = None if isinstance(prepared, PreparedGraph) else _registration(calls, expected)
     notes += [] if unknown is None else [unknown]
     _restore_training_flags(prepared, model)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qtk.calls.calls import Call
-from qtk.capture.packed import build_packed, takes_packed
+from qtk.capture.packed import build_packed
+from qtk.capture.recurrent_tracing import takes_packed
 from qtk.graph.sites import OWNER, label
 
 NETS = {

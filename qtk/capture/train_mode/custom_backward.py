@@ -52,7 +52,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _is_custom(kind: type[torch.autograd.Function]) -> bool:
-    return not kind.__module__.startswith("torch.")
+    return not kind.__module__.startswith(("torch.", "qtk."))
 
 
 def _subclasses(kind: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:

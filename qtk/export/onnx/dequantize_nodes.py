@@ -9,8 +9,8 @@ from typing import TypeGuard
 import numpy as np
 import onnx_ir as ir
 
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import insert_before, value_of
-from qtk.export.onnx.value_names import ValueNames
 
 
 class DequantizeNodes:

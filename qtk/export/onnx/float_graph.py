@@ -20,17 +20,18 @@ from qtk.calls.inputs import ExampleInputs
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
-from qtk.export.onnx.node_writer import value_of
-from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
-from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
-from qtk.export.onnx.storage_types import BASE_OPSET
-from qtk.export.onnx.value_names import (
+from qtk.export.onnx.names import (
     ValueNames,
     drop_inferred_types,
     fix_lengths,
     name_inputs_and_outputs,
     name_lengths,
 )
+from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import file_contents
+from qtk.export.onnx.qdq import EMBEDDED_LIMIT_BYTES, IR_VERSIONS, write
+from qtk.export.onnx.storage_types import BASE_OPSET
 from qtk.export.simulated_sites import simulated_sites
 
 
@@ -73,7 +74,8 @@ def export(
         _name(identity, name, graph, values, named)
     marked.model.producer_name, marked.model.producer_version = "qtk", None
     marked.model.ir_version = IR_VERSIONS["ai.onnx", opset]
-    compute_in_float32(marked.model)
+    if not OTHER_FLOATS.isdisjoint(file_contents(marked.model)):
+        compute_in_float32(marked.model)
     drop_inferred_types(graph)
     write(marked.model, Path(path), embedded_limit_bytes)
 

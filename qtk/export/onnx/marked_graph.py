@@ -26,14 +26,16 @@ from qtk.calls.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.calls.signature import input_names
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.packed import PackedRecurrent
-from qtk.capture.recurrent_shapes import lengths_stay_free
+from qtk.capture.recurrent_tracing import lengths_stay_free
 from qtk.capture.torch_export import silent_torch
+from qtk.core.dtypes import INT32
 from qtk.core.granularity import PerToken
+from qtk.core.needs import found_where
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
-from qtk.export.onnx.node_names import name_nodes
+from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
 from qtk.export.onnx.padded_sequences import pad_sequences
@@ -48,6 +50,7 @@ from qtk.graph.written_buffers import buffer_values, is_write, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.tap import Tap
+from qtk.operators.contents import Trait, contents
 from qtk.operators.targets import packed_call
 from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import onnx_translations_kept, pytree
@@ -125,13 +128,27 @@ def _marked(
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
     node_in_copy = dict(zip(model.graph.nodes, graph.nodes, strict=True))
-    flatten_linears(model.graph, graph)
+    held = contents(model.graph.nodes) | {site.spec.dtype for site in sites.values()}
+    found_where({INT32}, held, lambda: flatten_linears(model.graph, graph), None)
     output = graph.output_node()
     leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
     output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
-    _pass_buffers(graph)
+    found_where({Trait.WRITES}, held, lambda: _pass_buffers(graph), None)
     flat = fx.GraphModule(model, graph)
+    if Trait.COMPOSITES in held:
+        _mark_composites(model, flat, sites, contrib_operators=contrib_operators)
+    if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
+        followed = {site.name for site in sites.values() if _is_by_element(site)}
+        drop_sorting(flat.graph, followed)
+        pad_sequences(flat, followed)
+    return flat
+
+
+def _mark_composites(
+    model: fx.GraphModule, flat: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite], *, contrib_operators: bool
+) -> None:
+    """Gives ``flat`` copies of the composites of ``model``, with markers inside. Changes ``flat``."""
     for node in model.graph.nodes:
         composite = composite_called(node)
         if composite is None:
@@ -144,11 +161,6 @@ def _marked(
             copied.over_time = step_operators(node, copied, sites, contrib_operators=True)
             copied.add_module("active_tap", _ActiveTap())
         flat.set_submodule(str(node.target), copied)
-    if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
-        followed = {site.name for site in sites.values() if _is_by_element(site)}
-        drop_sorting(flat.graph, followed)
-        pad_sequences(flat, followed)
-    return flat
 
 
 def _pass_buffers(graph: fx.Graph) -> None:
@@ -165,7 +177,7 @@ def _pass_buffers(graph: fx.Graph) -> None:
             buffer.read.replace_all_uses_with(inputs[-1])
             graph.erase_node(buffer.read)
         graph.erase_node(buffer.held)
-    for node in reversed(inputs if buffers else ()):
+    for node in reversed(inputs):
         next(iter(graph.nodes)).prepend(node)
 
 
@@ -250,8 +262,11 @@ def _export(
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
         torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
-        **TRANSLATIONS, **OF_LENGTHS, **grouped_matmul_translations(program),
+        **TRANSLATIONS, **OF_LENGTHS,
     }
+    of_groups: Mapping[Callable[..., object], Callable[..., object]] = found_where(
+        {"grouped_matmul"}, contents(program.graph.nodes), lambda: grouped_matmul_translations(program), {})
+    table |= of_groups
     try:
         # it traces the program again to decompose it
         with onnx_translations_kept(), lengths_stay_free(_TRANSLATED):
@@ -269,7 +284,8 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)
-    widen_indices(graph.graph)
+    operators = {node.op_type for node in graph.graph.all_nodes()}
+    found_where({"ScatterND", "GatherND"}, operators, lambda: widen_indices(graph.graph), None)
     RewritePass(_MULTIPLIED_BY_ONE)(graph)
     IdentityEliminationPass()(graph)
     ClearMetadataAndDocStringPass()(graph)

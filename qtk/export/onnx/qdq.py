@@ -21,22 +21,28 @@ from torch import fx
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import output_nodes
+from qtk.calls.states import STATES
 from qtk.core.encoding import Encoding
+from qtk.core.needs import found_where
 from qtk.errors import ExportError
-from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
-from qtk.export.onnx.onnxruntime.dynamic_lstms import write_dynamic_lstms
-from qtk.export.onnx.onnxruntime.other_floats import compute_in_float32
-from qtk.export.onnx.onnxruntime.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.names import drop_inferred_types
+from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_float32
+from qtk.export.onnx.onnxruntime.passes import (
+    AFTER_SITES_ARE_LISTED,
+    BEFORE_SITES_ARE_LISTED,
+    file_contents,
+    run_passes,
+)
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
-from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
 from qtk.export.simulated_sites import SimulatedSite, simulated_sites
+from qtk.operators.contents import Trait, contents
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,9 +108,9 @@ def export(
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     list_sites(graph)
-    write_dynamic_lstms(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
-    write_states(graph, model)
+    held = contents(model.graph.nodes) | set(model.meta)
+    found_where({Trait.WRITES, STATES}, held, lambda: write_states(graph, model), None)
     if state_codes:
         return_codes(graph)
     graph.producer_name, graph.producer_version = "qtk", None
@@ -114,7 +120,7 @@ def export(
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
     if target is not None:
         graph.metadata_props[TARGET] = target
-    rounded = compute_in_float32(graph)
+    rounded: tuple[str, ...] = found_where(OTHER_FLOATS, file_contents(graph), lambda: compute_in_float32(graph), ())
     drop_inferred_types(graph.graph)
     drop_default_attributes(graph.graph, opset=opset)
     write(graph, path, embedded_limit_bytes)
@@ -222,3 +228,29 @@ def _compare_site(stored: StoredSite, simulated: SimulatedSite) -> None:
         value = value.reshape(expected.shape)  # a scalar has the rank of what it is added to (scalar_ranks)
     if value is None or not torch.equal(value.to(expected.dtype), expected):
         raise ExportError(f"{name}: the stored integers are not those of the simulation")
+
+
+REPEATED = {"dilations": 1, "strides": 1, "pads": 0}
+"""Lists whose documented default is this number along every axis."""
+
+
+def drop_default_attributes(graph: ir.Graph, *, opset: int) -> None:
+    """Removes attributes that say what ``onnx.defs`` or the operator's documentation gives as their default. In place.
+
+    Those of QuantizeLinear and DequantizeLinear stay, so that the axis of scales can be read in every file.
+
+    Args:
+        graph: with its subgraphs.
+        opset: of the operators of ONNX itself; those of other domains stay as they are.
+    """
+    for node in graph.all_nodes():
+        if node.domain or node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        schema = onnx.defs.get_schema(node.op_type, opset)
+        for name, attribute in list(node.attributes.items()):
+            if attribute.is_ref() or name not in schema.attributes:
+                continue
+            default = schema.attributes[name].default_value
+            is_default = bool(default.type) and ir.from_proto(default).value == attribute.value
+            if is_default or (name in REPEATED and set(attribute.value) == {REPEATED[name]}):
+                del node.attributes[name]

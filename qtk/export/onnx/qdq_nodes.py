@@ -28,11 +28,11 @@ from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, P
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MARKER, MarkedGraph
+from qtk.export.onnx.names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.onnxruntime.hard_sigmoids import CONSTANT
 from qtk.export.onnx.onnxruntime.linear_nodes import PERMUTATION
 from qtk.export.onnx.storage_types import limits, storage_type
-from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
 

@@ -17,9 +17,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
-from qtk.export.onnx.onnxruntime.concat_inputs import restore_edges
-from qtk.export.onnx.onnxruntime.dynamic_lstms import restore_lstms
-from qtk.export.onnx.onnxruntime.stacked_products import restore_operands
+from qtk.export.onnx.onnxruntime.passes import restore_nodes
 from qtk.export.onnx.qdq_nodes import SITES
 
 
@@ -79,9 +77,7 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
         }
     except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
-    restore_lstms(model)
-    restore_operands(model)
-    restore_edges(model)
+    restore_nodes(model)
     for node in model.graph.all_nodes():
         if node.op_type == "DequantizeLinear" and node.name not in constants:
             if node.name not in sites:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, mark
+from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, mark, purify
 
 X = torch.randn(3, 4, 6)
 STAND_INS = (BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM)
@@ -69,3 +69,45 @@ def test_what_leaves_a_region_without_gradients_is_detached():
     assert [node.target for graph in inside for node in graph.graph.nodes].count(DETACH) == 1
     flat = program.run_decompositions({})
     assert [node.target for node in flat.graph.nodes].count(DETACH) == 1
+
+
+def ops(forward, *inputs):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, *xs):
+            return forward(self.fc, *xs)
+
+    program = torch.export.export(Net().eval(), inputs, strict=False)
+    purify(program.graph)
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+MATRIX = torch.randn(2, 4)
+
+
+def test_an_activation_over_a_fresh_value_becomes_pure():
+    assert ops(lambda fc, x: fc(x).relu_(), MATRIX) == ["aten.linear.default", "aten.relu.default"]
+    found = ops(lambda fc, x: fc(x).add_(x).clamp_(min=0), MATRIX)
+    assert found == ["aten.linear.default", "aten.add.Tensor", "aten.clamp.default"]
+
+
+def test_a_value_with_another_reader_stays():
+    def forward(fc, x):
+        y = fc(x)
+        twice = y * 2
+        return twice + y.relu_()
+
+    assert "aten.relu_.default" in ops(forward, MATRIX)
+
+
+def test_a_view_and_an_input_stay():
+    assert "aten.relu_.default" in ops(lambda fc, x: fc(x).view(-1).relu_(), MATRIX)
+    assert "aten.mul_.Tensor" in ops(lambda fc, x: x.mul_(2.0), MATRIX)
+
+
+def test_an_operand_of_another_dtype_stays():
+    found = ops(lambda fc, x: fc(x).half().float().add(0).add_(x.double()), MATRIX)
+    assert "aten.add_.Tensor" in found

@@ -3,7 +3,7 @@ import onnx_ir as ir
 import pytest
 
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
-from qtk.export.onnx.value_names import ValueNames
+from qtk.export.onnx.names import ValueNames
 
 
 def constant(name, array):

@@ -21,6 +21,9 @@ FLOAT_OPERATORS = ("LSTM", "GRU", "RNN", "Gather", "GatherND")
 ELEMENTWISE = ("Add", "Sub", "Mul")
 """Operators that are integer between DequantizeLinear and QuantizeLinear only."""
 
+LOOPS = ("Scan", "Loop", "If")
+"""Operators with bodies; in one in which nothing is quantized all operators are float."""
+
 QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 
 ARRANGING = ("Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Identity")

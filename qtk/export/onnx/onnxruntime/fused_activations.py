@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.max_of_one import read_through_max
-from qtk.export.onnx.value_names import ValueNames
 
 FORMULAS = ("Sigmoid", "Div", "Erf", "Add", "Mul")
 """Operators that the formulas consist of."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import insert_before, value_of
 from qtk.export.onnx.onnxruntime.moved_codes import CARRIED
-from qtk.export.onnx.value_names import ValueNames
 
 
 def quantize_around_movement(graph: ir.Graph, names: ValueNames) -> None:

@@ -15,9 +15,8 @@ import json
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.node_names import op_of
+from qtk.export.onnx.names import ValueNames, op_of
 from qtk.export.onnx.node_writer import insert_before, value_of
-from qtk.export.onnx.value_names import ValueNames
 
 PERMUTATION = "permutation"
 """Metadata key of a DequantizeLinear until the file is complete: the axes of the site, in the order of its codes."""

@@ -26,7 +26,7 @@ from qtk.export.onnx.dequantize_nodes import (
     have_equal_encodings,
     is_integer,
 )
-from qtk.export.onnx.value_names import ValueNames
+from qtk.export.onnx.names import ValueNames
 
 CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that ONNX Runtime carries QuantizeLinear and DequantizeLinear through."""

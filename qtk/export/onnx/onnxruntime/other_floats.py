@@ -31,6 +31,9 @@ NO_FLOAT64_KERNEL = frozenset((
 
 FLOAT, BFLOAT16, DOUBLE = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.DOUBLE
 
+OTHER_FLOATS = frozenset({BFLOAT16, DOUBLE})
+"""The types of values that files need this for."""
+
 
 def compute_in_float32(model: ir.Model) -> tuple[str, ...]:
     """Lets every op without a kernel read and give float32. In place.
@@ -38,10 +41,8 @@ def compute_in_float32(model: ir.Model) -> tuple[str, ...]:
     Returns: the operators that computed in float64.
     """
     graph, rounded = model.graph, dict[str, None]()
-    made = [value for node in graph.all_nodes() for value in node.outputs]
-    if not any(value.dtype in (BFLOAT16, DOUBLE) for value in (*graph.inputs, *graph.initializers.values(), *made)):
-        return ()
-    if any(value.dtype is None for value in made):  # inside functions that the exporter has written out
+    if any(value.dtype is None for node in graph.all_nodes() for value in node.outputs):
+        # inside functions that the exporter has written out
         ShapeInferencePass()(model)
     for node in list(graph.all_nodes()):
         for dtype in (BFLOAT16, DOUBLE):

@@ -17,9 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import insert_before
 from qtk.export.onnx.onnxruntime.moved_codes import CHOSEN
-from qtk.export.onnx.value_names import ValueNames
 
 MOVEMENT = ("Expand", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
 """Operators whose result holds nothing but values of their first input."""

@@ -13,8 +13,8 @@ import re
 import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import codes_of
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.linear_nodes import inserted, replace_by
-from qtk.export.onnx.value_names import ValueNames
 
 
 def put_weights_right(graph: ir.Graph, names: ValueNames) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
-from qtk.export.onnx.value_names import ValueNames
+from qtk.export.onnx.names import ValueNames
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min"})
 

@@ -13,6 +13,7 @@ from qtk.export.onnx.stored_sites import stored_sites
 from qtk.runtimes.saturation import saturating_weights
 from qtk.runtimes.session import Optimizations, session_with
 from qtk.runtimes.site_outputs import site_outputs
+from tests.exported_files import leave_out
 
 I, H, N, T = 7, 12, 3, 9  # noqa: E741
 
@@ -172,3 +173,10 @@ def test_the_orders_of_the_gates_are_inverse():
     torch_gates, operator_gates = "ifgo", "iofg"
     assert "".join(torch_gates[each] for each in GATES) == operator_gates
     assert "".join(operator_gates[each] for each in TORCH_GATES) == torch_gates
+
+
+@pytest.mark.medium
+def test_without_the_rewrite_the_file_is_no_onnx(tmp_path, monkeypatch):
+    leave_out(monkeypatch, "write_dynamic_lstms")
+    with pytest.raises(qtk.errors.ExportError, match="DynamicLSTM"):
+        exported(nn.LSTM(I, H, batch_first=True), inputs(length=3)[:1], tmp_path / "out")

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
-from qtk.export.onnx.value_names import ValueNames
 from tests.export.onnx.onnxruntime.test_flat_linears import exported, optimized_kinds, steps
 from tests.exported_files import leave_out
 

@@ -3,8 +3,8 @@
 import onnx_ir as ir
 import pytest
 
+from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.scalar_ranks import rank_scalars
-from qtk.export.onnx.value_names import ValueNames
 
 
 def ranked(shape, op="Add", more=""):

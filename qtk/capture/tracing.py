@@ -1,4 +1,4 @@
-"""Limits the time that a trace with free sizes may take.
+"""The lock that keeps captures of several threads apart, and the limit of the time that a trace may take.
 
 Torch derives a bound for each expression of symbolic sizes, and each reshape of an axis that was rolled, padded or cut
 into windows makes the expressions longer: of a Swin V2 with three blocks the capture with every axis free takes 25
@@ -8,10 +8,18 @@ times as long as with a free batch, of most models 1 to 2 times.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
 from qtk.torch_private import checking_sizes
+
+TRACING = threading.RLock()
+"""Held while a model is traced, and while a simulation is run over data.
+
+``torch.export`` and ``torch.fx`` patch torch for the whole process while they trace, and ``is_compiling()`` is then
+true in every thread: two captures at once disturb each other, and a quantizer that runs meanwhile would not observe.
+"""
 
 FLOOR_S = 10.0
 """Seconds of computing that freeing every axis may always take: captures of models with up to some dozen layers, which

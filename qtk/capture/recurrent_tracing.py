@@ -1,25 +1,28 @@
-"""Captures packed sequences: pack, recurrent net and pad become ops of one graph.
+"""What tracers need at recurrent nets: shapes without a loop over time, and packed sequences as ops of one graph.
 
-torch cannot trace them. ``nn.LSTM`` and its kin read the number of sequences out of ``batch_sizes``, a tensor, and
-``torch.ops.aten._pad_packed_sequence`` takes no symbolic length. While ``packing_as_ops`` is active, the nets take the
-number of sequences from the shape of the lengths, packing calls ``pack_padded``, and padding a marker op that
-``recover`` replaces by torch's.
+Torch (2.14, 2.15) finds the shapes by its own loop over time, which fixes the number of time steps and takes as long
+as there are time steps: ``lengths_stay_free``. It cannot trace packed sequences. ``nn.LSTM`` and its kin read the
+number of sequences out of ``batch_sizes``, a tensor, and ``torch.ops.aten._pad_packed_sequence`` takes no symbolic
+length. While ``packing_as_ops`` is active, the nets take the number of sequences from the shape of the lengths,
+packing calls ``pack_padded``, and padding a marker op that ``recover`` replaces by torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from qtk.calls.calls import Call
 from qtk.ops.pack_padded import pack_padded
-from qtk.torch_private import rnn_kernels, rnn_parameter_names
+from qtk.torch_private import OpOverload, python_kernel, rnn_kernels, rnn_parameter_names
 
 Size = int | torch.SymInt
 
@@ -187,6 +190,12 @@ def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences
             torch._check(length == expected)
 
 
+def takes_packed(module: nn.Module, call: Call) -> bool:
+    """Whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
+    arguments = (*call.args, *call.kwargs.values())
+    return isinstance(module, nn.RNNBase) and any(isinstance(each, PackedSequence) for each in arguments)
+
+
 def zero_states(net: nn.RNNBase, data: Tensor, sequences: Size) -> tuple[Tensor, ...]:
     """The first states of a net that is given none: of all layers, each [layers · directions, N, width]."""
     return tuple(torch.zeros(_steps(net), sequences, width, dtype=data.dtype, device=data.device)
@@ -200,3 +209,42 @@ def _steps(net: nn.RNNBase) -> int:
 def _widths(net: nn.RNNBase) -> list[int]:
     """The widths of the hidden state and, of an LSTM, the cell state."""
     return [net.proj_size or net.hidden_size, *([net.hidden_size] if net.mode == "LSTM" else [])]
+
+
+_ATEN = torch.ops.aten
+_OPS = (_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input)
+_OF_PACKED = (_ATEN.lstm.data, _ATEN.gru.data, _ATEN.rnn_tanh.data, _ATEN.rnn_relu.data)
+
+
+@contextlib.contextmanager
+def lengths_stay_free(ops: Collection[OpOverload] = (*_OPS, *_OF_PACKED)) -> Iterator[None]:
+    """While active, tracers find the shapes of recurrent nets without a loop over time.
+
+    Args:
+        ops: those that the tracer does not decompose; decomposed, they would be constants.
+    """
+    importlib.import_module("torch._decomp")  # registers the kernels that are replaced
+    with contextlib.ExitStack() as stack:
+        for op in ops:
+            stack.enter_context(python_kernel(op, _results_of_packed if op in _OF_PACKED else _results))
+        yield
+
+
+def _results(
+    x: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *settings: object
+) -> tuple[Tensor, ...]:
+    """Tensors like those that a recurrent net returns, strides included; ``settings`` as in the operator's schema."""
+    *_, bidirectional, batch_first = settings
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    time_first = x.transpose(0, 1) if batch_first else x
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    output = x.new_zeros(time_first.shape[0], time_first.shape[1], width)
+    return (output.transpose(0, 1) if batch_first else output, *(state.new_zeros(state.shape) for state in states))
+
+
+def _results_of_packed(
+    data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *settings: object
+) -> tuple[Tensor, ...]:
+    """As ``_results``, of a packed sequence. Shape: data [ΣN, I]."""
+    output, *states = _results(data.unsqueeze(0), hx, params, *settings, False)
+    return (output.squeeze(0), *states)

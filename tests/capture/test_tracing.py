@@ -1,4 +1,7 @@
+"""Simulations made in several threads at once are those made one after the other."""
+
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -9,8 +12,34 @@ from torch.export import Dim
 import qtk
 from qtk.calls.served_sizes import ALL, LATE
 from qtk.capture import torch_export
-from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.errors import CaptureError
+
+WIDTHS = range(4, 12)
+
+
+def simulated(width):
+    generator = torch.Generator().manual_seed(width)
+    model = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(16, width, generator=generator)
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x, 2 * x], progress=False)
+    return sim, x
+
+
+@pytest.mark.slow
+def test_four_threads_find_what_one_finds():
+    expected = [simulated(width) for width in WIDTHS]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(simulated, WIDTHS))
+    for (sim, x), (other, _) in zip(expected, found, strict=True):
+        encodings = sim.encodings()
+        assert encodings.keys() == other.encodings().keys() == {"input:input", "0.weight", "1:out", "2.weight", "2:out"}
+        assert all(encodings[name].equals(encoding) for name, encoding in other.encodings().items())
+        assert torch.equal(sim.model(x), other.model(x))
 
 
 class Tokens(nn.Module):
