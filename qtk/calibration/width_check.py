@@ -307,7 +307,8 @@ class _Loss:
         return None
 
 
-def _constant(site: Site, value: float, states: Mapping[str, int] | None) -> UnheldSite:
+def _constant(site: Site, value: float, simulation: Simulation) -> UnheldSite:
+    states = proposed_states(simulation.model).get(site)
     along = f"QuantSim(…, states={dict(states)})" if states and value == 0 else "along a sequence"  # states begin at 0
     return UnheldSite(
         site.name, float("-inf"), 0.0, 1, f"was {value:g} in all data, and is quantized as if it always were",
