@@ -236,8 +236,6 @@ class QuantSim(Settled):
         >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
         >>> sim.learn_ranges()
         ['input:input', 'weight', 'linear:out']
-        >>> sim.fix_ranges("weight")
-        ['weight']
         """
         from qtk.training.learned_ranges import learn_ranges
 
@@ -356,21 +354,7 @@ class QuantSim(Settled):
         load_float_state(self._simulation, state)
 
     def to_original(self) -> nn.Module:
-        """The simulation as a model of the user's own class, with all its methods, such as ``generate``.
-
-        >>> import qtk, torch
-        >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), torch.randn(16, 8)
-        >>> sim = qtk.QuantSim(model, x, activation_bits=None)
-        >>> sim.compute_encodings(None)
-        >>> same = sim.to_original()
-        >>> type(same), torch.equal(same(x), sim.model(x))
-        (<class 'torch.nn.modules.container.Sequential'>, True)
-
-        Where parameters alone are quantized, the simulated values are its parameters, tensors of its own. Else its
-        ``forward`` runs the simulation, whose parameters it shares, and its other methods are those of the class.
-
-        Raises: CaptureError, NotCalibratedError and VerificationError as ``qtk.workflow.original_class.to_original``.
-        """
+        """The simulation as a model of the user's own class, ``generate`` included: ``qtk.workflow.original_class``."""
         from qtk.workflow.original_class import to_original
 
         return to_original(self._simulation)

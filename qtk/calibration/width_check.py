@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
+from qtk.calls.states import proposed_states
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding

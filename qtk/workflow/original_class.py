@@ -34,6 +34,14 @@ FLAGS = ("use_cache", "return_dict")
 def to_original(simulation: Simulation) -> nn.Module:
     """A model of the class that was prepared, which computes what the simulation computes.
 
+    >>> import qtk
+    >>> model, x = nn.Sequential(nn.Linear(8, 4)).eval(), torch.randn(16, 8)
+    >>> sim = qtk.QuantSim(model, x, activation_bits=None)
+    >>> sim.compute_encodings(None)
+    >>> same = sim.to_original()
+    >>> type(same), torch.equal(same(x), sim.model(x))
+    (<class 'torch.nn.modules.container.Sequential'>, True)
+
     Where parameters alone are quantized it is the user's class with the simulated values as parameters, tensors of its
     own: save it, run it, train it. Else it is an instance of a class derived from it, whose ``forward`` runs the
     simulation, and which shares its parameters: all other methods are the user's, such as ``generate``.
