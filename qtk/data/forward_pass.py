@@ -236,8 +236,8 @@ def in_memory(
 
 def _may_have_states(model: nn.Module, data: object) -> bool:
     """Whether a model keeps anything from call to call, or the data say so: of a model in Python nobody knows."""
-    return isinstance(data, Sequences) or "" not in roots(model) or bool(states_of(model)) or (
-        Trait.WRITES in contents_of(model))
+    is_said = isinstance(data, Sequences) or states_of(model) != {}
+    return is_said or "" not in roots(model) or Trait.WRITES in contents_of(model)
 
 
 def _check(data: object, num_batches: int | None) -> None:
