@@ -31,6 +31,7 @@ from qtk.torch_private import (
     drop_input_guards,
     empty_like,
     flatten_as,
+    flatten_without_comparing,
     graph_from_bytes,
     graph_to_bytes,
     has_hooks,
@@ -170,9 +171,19 @@ def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
     assert (by_position.num_children, by_name.context) == (1, ["options"])
     assert structure.out_spec.context == ["sum"]
     assert flatten_as((((1, 2),), {"options": {"x": 3}}), structure.in_spec) == [1, 2, 3]
-    with pytest.raises((TypeError, ValueError, KeyError, IndexError, AttributeError)):
+    with pytest.raises((TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError)):
         flatten_as((((1,),), {"options": {"x": 3}}), structure.in_spec)
     assert call_structure(fx.symbolic_trace(nn.ReLU()).graph) is None
+
+
+def test_flatten_without_comparing_takes_a_class_apart_whatever_is_no_tensor_in_it():
+    kind = type("Box", (), {"__init__": lambda self, x, note: vars(self).update(x=x, note=note)})
+    pytree.register_pytree_node(kind, lambda box: ([box.x], box.note), lambda values, note: kind(*values, note))
+    structure = pytree.tree_structure([kind(1, "a")])
+    with pytest.raises(RuntimeError):
+        flatten_as([kind(2, "b")], structure)
+    flatten_without_comparing(kind)
+    assert flatten_as([kind(2, "b")], structure) == [2]
 
 
 class OfFours(nn.Module):

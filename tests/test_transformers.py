@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "intermediate_size": 64, "head_dim": 16, "pad_token_id": 0,
-         "bos_token_id": 1, "eos_token_id": None}
+         "num_key_value_heads": 1, "intermediate_size": 64, "head_dim": 16,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from qtk.torch_private import pytree
+from qtk.torch_private import flatten_without_comparing, pytree
 
 TRANSFORMERS = "transformers"
 """The package whose caches are registered by its own function, where it is loaded; it is never loaded for that."""
@@ -58,6 +58,7 @@ def _register_cache(kind: type) -> bool:
         except (ImportError, AttributeError):
             continue
         register(kind) if (module, function) == PER_CLASS else register()
+        flatten_without_comparing(kind)
         return True
     return False
 

@@ -229,13 +229,26 @@ def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tup
                            "one in variants")
     children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     items = [*children]
-    difference = None if context == spec.context else _context_difference(spec.context, context)
+    difference = None if _is_alike(spec.context, context) else _context_difference(spec.context, context)
     if difference is None and len(items) != spec.num_children:
         difference = f"{len(items)} values", f"{spec.num_children}"
     if difference is not None:
         raise CaptureError(f"input {name} has {difference[0]}, the model was captured for {difference[1]}, which is "
                            "written into the graph; prepare it again with such an input, or with one in variants")
     return [f"{name}.{index}" for index in range(len(items))], items
+
+
+def _is_alike(captured: object, value: object) -> bool:
+    """Whether two contexts are equal but for devices and dtypes, also as transformers writes them: these may change."""
+    if isinstance(captured, (torch.device, torch.dtype)):
+        return type(captured) is type(value)
+    if isinstance(captured, Mapping) and isinstance(value, Mapping):
+        if captured.get("_t") in ("device", "dtype"):
+            return bool(captured["_t"] == value.get("_t"))
+        return captured.keys() == value.keys() and all(_is_alike(each, value[key]) for key, each in captured.items())
+    if isinstance(captured, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(captured) == len(value) and all(map(_is_alike, captured, value))
+    return bool(captured == value)
 
 
 def _context_difference(captured: object, value: object, name: str = "content") -> tuple[str, str]:
@@ -246,8 +259,8 @@ def _context_difference(captured: object, value: object, name: str = "content") 
         pairs = [(name, *pair) for pair in zip(captured, value, strict=True)]
     else:
         return f"{name} {value!r:.80}", f"{captured!r:.80}"
-    return next((_context_difference(before, after, name if key.startswith("_") or len(key) == 1 else key)
-                 for key, before, after in pairs if before != after), (f"{name} {value!r:.80}", f"{captured!r:.80}"))
+    return next(_context_difference(before, after, name if key.startswith("_") or len(key) == 1 else key)
+                for key, before, after in pairs if not _is_alike(before, after))
 
 
 def _check_shape(name: str, shape: torch.Size, captured: torch.Size, sizes: ServedSizes) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from qtk.graph.insert import quantizer_nodes
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
+from qtk.quantizers.modes import caching
 from qtk.quantizers.quantizer import Mode
 from qtk.torch_private import call_structure, pytree
 
@@ -97,6 +99,8 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     kind = type(root)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "forward": _forward(root, accepted), "__getattr__": _refuse}
+    if callable(generate := getattr(kind, "generate", None)):
+        names["generate"] = _generating(generate)
     made: nn.Module = kind.__new__(type(kind.__name__, (kind,), names))
     made.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value
                           for name, value in vars(root).items()})
@@ -108,6 +112,17 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
         settings = made.__dict__["generation_config"] = copy.copy(settings)
         settings.use_cache = False  # no graph takes one: each token is computed from all before it
     return made
+
+
+def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """``generate`` with each weight quantized once: nobody else changes it between two tokens."""
+
+    @functools.wraps(generate)
+    def with_weights_kept(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with caching(cast(nn.Module, self._modules[SIMULATION])):
+            return generate(self, *args, **kwargs)
+
+    return with_weights_kept
 
 
 def _refuse(self: nn.Module, name: str) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import qtk
 from qtk.calls.containers import is_cache, register_containers, registration_text, unregistered
+from qtk.calls.inputs import _check_nesting
 from qtk.errors import CaptureError
 from qtk.torch_private import pytree
 from tests.capture.caches import Cache, Decoder, Loose, words
@@ -116,7 +117,7 @@ def test_a_cache_goes_in_and_comes_out_grown_and_the_given_one_is_left_as_it_is(
 
 def test_the_example_cache_is_left_as_it_is(decoder):
     _, _, step = decoder
-    assert [key.shape[1] for key in step["cache"].keys] == [7, 7]
+    assert [key.shape[1] for key in step["cache"].keys] == [7]
 
 
 def test_a_concatenation_with_an_empty_tensor_leaves_no_trace(decoder):
@@ -132,6 +133,15 @@ def test_what_is_no_tensor_of_a_container_is_compared(decoder):
         prepared(step["ids"], other)
     with pytest.raises(CaptureError, match="input cache is a Loose, the model was captured for a Cache"):
         prepared(step["ids"], Loose())
+
+
+def test_devices_and_dtypes_among_the_settings_of_a_container_may_differ():
+    structure = pytree.tree_structure(Cache({"_t": "obj", "sizes": [{"_t": "device", "s": "cpu"}, torch.float32, 3]}))
+    moved = Cache({"_t": "obj", "sizes": [{"_t": "device", "s": "cuda:0"}, torch.float16, 3]})
+    _check_nesting("cache", moved, structure)
+    other = Cache({"_t": "obj", "sizes": [{"_t": "device", "s": "cpu"}, torch.float32, 4]})
+    with pytest.raises(CaptureError, match="input cache has sizes 4, the model was captured for 3"):
+        _check_nesting("cache", other, structure)
 
 
 @pytest.mark.medium

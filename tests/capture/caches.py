@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.embed, self.head = kind, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList([Layer(0), Layer(1)])
+        self.layers = nn.ModuleList([Layer(0)])
 
     def forward(self, ids, cache=None, use_cache=True):
         cache = self.kind() if cache is None else cache

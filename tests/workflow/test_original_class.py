@@ -72,6 +72,20 @@ def test_quantized_activations_run_in_the_forward_of_the_users_class():
         made.mix  # noqa: B018
 
 
+def test_generate_quantizes_each_weight_once():
+    class Generates(Net):
+        def generate(self, ids):
+            kept.append(sim.quantizers["mix.weight"].weight_cache.enabled)
+            return self(ids)
+
+    kept = []
+    sim = simulation(Generates().eval())
+    made = sim.to_original()
+    assert torch.equal(made.generate(words(4, 6)), made(words(4, 6)))
+    assert kept == [True]
+    assert not sim.quantizers["mix.weight"].weight_cache.enabled
+
+
 def test_a_simulation_without_encodings_is_refused():
     sim = qtk.QuantSim(Net(tied=False).eval(), words(4, 6), activation_bits=None)
     with pytest.raises(NotCalibratedError, match=r"weight"):
