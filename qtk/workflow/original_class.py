@@ -176,9 +176,9 @@ def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
 
 
 def _empty_caches(model: PreparedModel) -> dict[str, Any]:
-    """The arguments of the first example that are caches of no token yet."""
-    return {name: value for name, value in model.examples[0].kwargs.items() if is_cache(value)
-            and not _is_filled(value)}
+    """The arguments of the examples that are caches of no token yet."""
+    return {name: value for call in model.examples for name, value in call.kwargs.items()
+            if is_cache(value) and not _is_filled(value)}
 
 
 def _is_filled(cache: object) -> bool:

@@ -321,7 +321,8 @@ def _run_once(
     Raises: CaptureError if it does not run.
     """
     given = detached((args, kwargs))
-    versions = [_version(leaf) for leaf in pytree.tree_leaves(given)]
+    leaves = pytree.tree_leaves(given)  # of now: a cache may hold others afterwards
+    versions = [_version(leaf) for leaf in leaves]
     try:
         with finding_train_only(model) as train_only:
             outcome = eval_outcome(model, *given)
@@ -338,8 +339,8 @@ def _run_once(
         ) from error
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in pytree.tree_leaves((given, outcome[0]))):
         raise CaptureError(f"{type(model).__name__} takes or returns nested tensors; pad them to dense ones")
-    leaves = zip(pytree.tree_leaves(given), versions, strict=True)
-    return outcome, [index for index, (leaf, version) in enumerate(leaves) if _version(leaf) != version], train_only
+    pairs = zip(leaves, versions, strict=True)
+    return outcome, [index for index, (leaf, version) in enumerate(pairs) if _version(leaf) != version], train_only
 
 
 def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

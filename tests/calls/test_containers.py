@@ -120,6 +120,16 @@ def test_the_example_cache_is_left_as_it_is(decoder):
     assert [key.shape[1] for key in step["cache"].keys] == [7]
 
 
+@pytest.mark.medium
+def test_an_empty_cache_may_be_given():
+    model, empty = Decoder().eval(), Cache(65)
+    prepared = qtk.prepare_model(model, {"ids": words(2, 7), "cache": empty})
+    assert (prepared.report.rung, prepared.report.eval_difference, empty.keys) == ("export", 0, [])
+    output = prepared(ids=words(3, 7), cache=Cache(65))
+    assert equal(output, model(words(3, 7)))
+    assert output["cache"].limit == 65
+
+
 def test_a_concatenation_with_an_empty_tensor_leaves_no_trace(decoder):
     _, prepared, _ = decoder
     assert not prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
