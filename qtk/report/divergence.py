@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qtk.public import public
 
+
+@public
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The Kullback-Leibler divergence of the float model's next-token distributions from the simulation's, in nats.
