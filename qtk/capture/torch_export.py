@@ -30,7 +30,6 @@ from qtk.capture.free_shapes import (
     token_axes,
     with_batch_of_two,
 )
-from qtk.capture.fresh_constants import settle_fresh_constants
 from qtk.capture.packed_sequences import packing_as_ops
 from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
@@ -261,6 +260,8 @@ def _with_batch(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
+    from qtk.capture.fresh_constants import settle_fresh_constants
+
     args, kwargs = distinct((args, kwargs))
     with silent_torch(), lengths_stay_free(), packing_as_ops(), assigned_in_place(model):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
