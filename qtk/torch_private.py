@@ -27,7 +27,7 @@ from torch._decomp import (
 from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graphs (``cond``); what an ATen node calls
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
-from torch.fx import _pytree as fx_pytree  # for ``flatten_as`` and ``flatten_without_comparing``
+from torch.fx import _pytree as fx_pytree  # how generated code takes arguments apart
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen  # the code of ``forward`` with nested arguments
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
@@ -54,7 +54,7 @@ __all__ = [
     "drop_input_guards",
     "empty_like",
     "flatten_as",
-    "flatten_without_comparing",
+    "fx_pytree",
     "graph_from_bytes",
     "graph_to_bytes",
     "has_hooks",
@@ -141,13 +141,6 @@ def return_dict(graph: fx.Graph, results: Mapping[str, fx.Node]) -> None:
     _, nested = pytree.tree_flatten(dict.fromkeys(results, 0))
     graph.output_node().args = (list(results.values()),)
     graph.set_codegen(PyTreeCodeGen(structure._replace(out_spec=nested)))
-
-
-def flatten_without_comparing(kind: type) -> None:
-    """Lets generated code take instances of a registered class apart without comparing what is no tensor: a device."""
-    node = pytree.SUPPORTED_NODES.get(kind)
-    if node is not None and kind not in fx_pytree.SUPPORTED_NODES:
-        fx_pytree.register_pytree_flatten_spec(kind, lambda value, _: list(node.flatten_fn(value)[0]))
 
 
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:

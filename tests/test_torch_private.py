@@ -31,7 +31,7 @@ from qtk.torch_private import (
     drop_input_guards,
     empty_like,
     flatten_as,
-    flatten_without_comparing,
+    fx_pytree,
     graph_from_bytes,
     graph_to_bytes,
     has_hooks,
@@ -176,13 +176,14 @@ def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
     assert call_structure(fx.symbolic_trace(nn.ReLU()).graph) is None
 
 
-def test_flatten_without_comparing_takes_a_class_apart_whatever_is_no_tensor_in_it():
+def test_fx_pytree_takes_a_class_apart_whatever_is_no_tensor_in_it():
     kind = type("Box", (), {"__init__": lambda self, x, note: vars(self).update(x=x, note=note)})
     pytree.register_pytree_node(kind, lambda box: ([box.x], box.note), lambda values, note: kind(*values, note))
     structure = pytree.tree_structure([kind(1, "a")])
     with pytest.raises(RuntimeError):
         flatten_as([kind(2, "b")], structure)
-    flatten_without_comparing(kind)
+    fx_pytree.register_pytree_flatten_spec(kind, lambda box, _: [box.x])
+    assert kind in fx_pytree.SUPPORTED_NODES
     assert flatten_as([kind(2, "b")], structure) == [2]
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from qtk.torch_private import flatten_without_comparing, pytree
+from qtk.torch_private import fx_pytree, pytree
 
 TRANSFORMERS = "transformers"
 """The package whose caches are registered by its own function, where it is loaded; it is never loaded for that."""
@@ -63,6 +63,13 @@ def _register_cache(kind: type) -> bool:
     return False
 
 
+def flatten_without_comparing(kind: type) -> None:
+    """Lets generated code take instances of a registered class apart without comparing what is no tensor: a device."""
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is not None and kind not in fx_pytree.SUPPORTED_NODES:
+        fx_pytree.register_pytree_flatten_spec(kind, lambda value, _: list(node.flatten_fn(value)[0]))
+
+
 def unregistered(tree: object) -> dict[str, type]:
     """Name → class of the values in ``tree`` that hold tensors and that torch cannot look into.
 
@@ -97,17 +104,3 @@ def registration_text(tree: object) -> str | None:
             f"take or return it; before preparing, run torch.utils._pytree.register_pytree_node({name}, "
             "lambda value: (its tensors in a list, what else rebuilds it), lambda tensors, rest: the same value, "
             "flatten_with_keys_fn=lambda value: ([(SequenceKey(index), tensor) …], the same rest))")
-
-
-def leaf_paths(tree: object) -> list[pytree.KeyPath]:
-    """The path to each leaf; in a class that is registered without keys, by the number of the leaf."""
-    paths: list[pytree.KeyPath] = []
-    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=_has_no_keys)[0]:
-        inside = pytree.tree_leaves(value) if _has_no_keys(value) else None
-        paths += [path] if inside is None else [(*path, pytree.SequenceKey(index)) for index, _ in enumerate(inside)]
-    return paths
-
-
-def _has_no_keys(value: object) -> bool:
-    node = pytree.SUPPORTED_NODES.get(type(value))
-    return node is not None and node.flatten_with_keys_fn is None

@@ -7,7 +7,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
-from qtk.calls.containers import leaf_paths
 from qtk.torch_private import call_structure, pytree
 
 
@@ -59,6 +58,20 @@ def values_of(model: fx.GraphModule, dtype: torch.dtype) -> list[str]:
 def _stand_ins(leaves: Collection[object]) -> list[Tensor]:
     """Empty tensors in place of nodes, for containers that hold nothing but tensors."""
     return [torch.empty(0) for _ in leaves]
+
+
+def leaf_paths(tree: object) -> list[pytree.KeyPath]:
+    """The path to each leaf; in a class that is registered without keys, by the number of the leaf."""
+    paths: list[pytree.KeyPath] = []
+    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=_has_no_keys)[0]:
+        inside = pytree.tree_leaves(value) if _has_no_keys(value) else None
+        paths += [path] if inside is None else [(*path, pytree.SequenceKey(index)) for index, _ in enumerate(inside)]
+    return paths
+
+
+def _has_no_keys(value: object) -> bool:
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
 
 
 def _path_name(path: pytree.KeyPath) -> str:

@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtk.capture.buffer_writes import part_from_buffers
-from qtk.capture.fresh_constants import drop_empty_operands
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
@@ -55,6 +54,8 @@ def canonicalize(
 
     Returns: the graph, and the number of modules recovered of each kind.
     """
+    from qtk.capture.fresh_constants import drop_empty_operands
+
     root = hold(original)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

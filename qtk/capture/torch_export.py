@@ -30,7 +30,6 @@ from qtk.capture.free_shapes import (
     token_axes,
     with_batch_of_two,
 )
-from qtk.capture.fresh_constants import settle_fresh_constants
 from qtk.capture.recurrent_tracing import lengths_stay_free, packing_as_ops
 from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.capture.train_mode.markers import mark
@@ -260,6 +259,8 @@ def _with_batch(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
+    from qtk.capture.fresh_constants import settle_fresh_constants
+
     args, kwargs = distinct((args, kwargs))
     has_buffers = any(True for _ in model.buffers())
     with (

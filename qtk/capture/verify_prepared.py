@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qtk.calls.calls import detached
-from qtk.calls.containers import leaf_paths
+from qtk.calls.signature import leaf_paths
 from qtk.capture.train_mode.adopt_drops import adopt_drops
 from qtk.capture.train_mode.custom_backward import lost_backwards
 from qtk.capture.train_mode.without_dropout import WithoutDropout

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, detached, leaves_text, raised_in
-from qtk.calls.containers import register_containers, registration_text
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
@@ -21,7 +20,6 @@ from qtk.capture.island_search import capture_tree
 from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
-from qtk.capture.skeleton import SKELETON, Skeleton
 from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
@@ -179,6 +177,9 @@ def prepare_own(
 def _prepared(
     model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: list[set[str]], *, verify: bool,
 ) -> PreparedModel:
+    from qtk.calls.containers import register_containers
+    from qtk.capture.skeleton import SKELETON, Skeleton
+
     started = time.perf_counter()
     refuse_offloaded(model)
     notes: list[str] = []
@@ -291,6 +292,8 @@ def _captured(
 
 def _registration(calls: Sequence[Call], expected: Sequence[Outcome]) -> str | None:
     """What to write so that torch can look into all that the calls take and return; ``None`` if it can."""
+    from qtk.calls.containers import registration_text
+
     return registration_text([(call.args, call.kwargs, outcome.output)
                               for call, outcome in zip(calls, expected, strict=True)])
 

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 import qtk
-from qtk.calls.containers import is_cache, register_containers, registration_text, unregistered
+from qtk.calls.containers import (
+    flatten_without_comparing,
+    is_cache,
+    register_containers,
+    registration_text,
+    unregistered,
+)
 from qtk.calls.inputs import _check_nesting
 from qtk.errors import CaptureError
-from qtk.torch_private import pytree
+from qtk.torch_private import flatten_as, pytree
 from tests.capture.caches import Cache, Decoder, Loose, words
 
 
@@ -152,6 +158,14 @@ def test_devices_and_dtypes_among_the_settings_of_a_container_may_differ():
     other = Cache({"_t": "obj", "sizes": [{"_t": "device", "s": "cpu"}, torch.float32, 4]})
     with pytest.raises(CaptureError, match="input cache has sizes 4, the model was captured for 3"):
         _check_nesting("cache", other, structure)
+
+
+def test_generated_code_takes_a_class_apart_whatever_is_no_tensor_in_it():
+    kind = type("Box", (), {"__init__": lambda self, x, note: vars(self).update(x=x, note=note)})
+    pytree.register_pytree_node(kind, lambda box: ([box.x], box.note), lambda values, note: kind(*values, note))
+    structure = pytree.tree_structure([kind(1, "a")])
+    flatten_without_comparing(kind)
+    assert flatten_as([kind(2, "b")], structure) == [2]
 
 
 @pytest.mark.medium
