@@ -16,6 +16,7 @@ from qtk.calibration.calibrate import CalibrationData
 from qtk.errors import CalibrationError, CaptureError, CheckError, ConfigError, EncodingError, NotCalibratedError
 from qtk.quantizers.modes import in_mode
 from qtk.report.account import Account
+from qtk.workflow.export import OnnxOptions
 
 
 class Net(nn.Module):
@@ -422,8 +423,8 @@ def test_it_is_one_class_whose_methods_are_its_own():
     assert {name for name in dir(qtk.QuantSim) if not name.startswith("_")} == {
         "check", "compare", "compute_encodings", "drift", "encodings", "export", "fix_ranges", "forget", "freeze",
         "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan", "plan_of", "quantizers",
-        "range_parameters", "report", "save", "sensitivity", "set_range", "simulation", "track_weights", "unfreeze",
-        "verify_export", "weight_parameters",
+        "range_parameters", "report", "save", "sensitivity", "set_range", "simulation", "to_original", "track_weights",
+        "unfreeze", "verify_export", "weight_parameters",
     }
 
 
@@ -452,10 +453,12 @@ VERBS = {
         "title": "t", "forward": print, "num_batches": 7, "sensitivity": False, "account": Account("top-1", 0.1),
         "headline": {"a": "b"}, "force": True, "progress": False, "valid": "mask", "data_name": "some"}),
     "export": ("workflow.export.export", ("folder",), {
-        "formats": "onnx", "force": True, "opset": 23, "check": False, "output_names": ["y"], "state_codes": True}),
+        "formats": "onnx", "force": True, "opset": 23, "check": False, "output_names": ["y"], "state_codes": True,
+        "tokenizer": print}),
     "verify_export": ("workflow.verify_export.verify_export", ("folder", []), {
         "forward": print, "runtime": "openvino", "float_export": "float", "turns": 3, "progress": False,
         "valid": "mask", "batch_size": 5, "threads": 6}),
+    "to_original": ("workflow.original_class.to_original", (), {}),
     "load_float_state_dict": ("workflow.float_state.load_float_state", ({},), {}),
     "save": ("workflow.store.save", ("folder",), {"weights": "integer", "force": True}),
 }
@@ -470,7 +473,7 @@ def test_a_method_hands_every_argument_to_its_function_and_returns_what_that_ret
     def verb(*args, **kwargs):
         for each in (*args, *kwargs.values()):
             seen.extend([getattr(each, field.name) for field in dataclasses.fields(each)]
-                        if isinstance(each, CalibrationData) else [each])
+                        if isinstance(each, (CalibrationData, OnnxOptions)) else [each])
         return result
 
     monkeypatch.setattr(f"qtk.{path}", verb)

@@ -22,6 +22,7 @@ from qtk.graph.insert import quantizer_nodes
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
+from qtk.public import public
 from qtk.quantizers.modes import caching
 from qtk.quantizers.quantizer import Mode
 from qtk.torch_private import call_structure, pytree
@@ -33,6 +34,7 @@ FLAGS = ("use_cache", "return_dict")
 """Arguments of transformers' models that a captured graph has decided, and that ``generate`` passes all the same."""
 
 
+@public
 def to_original(simulation: Simulation) -> nn.Module:
     """A model of the class that was prepared, which computes what the simulation computes.
 
