@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -78,9 +78,18 @@ def _copied(leaf: object) -> object:
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, type, nn.Module)) or callable(leaf):
         return leaf
     try:
-        return copy.deepcopy(leaf)
+        return copy.deepcopy(leaf, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(leaf)})
     except Exception:  # whatever a user's object raises, a lock or a generator in it
         return leaf
+
+
+def _tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in the attributes of an object: of those that gradients pass torch has no deep copies."""
+    for leaf in pytree.tree_leaves(getattr(value, "__dict__", None)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (nn.Module, type)):
+            yield from _tensors_in(leaf, depth - 1)
 
 
 def cloned(tree: Tree) -> Tree:

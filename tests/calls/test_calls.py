@@ -44,3 +44,17 @@ def test_a_copy_has_tensors_of_its_own_of_any_layout(x):
     assert copied.args[0] is not x
     assert copied.args[0].layout is copied.kwargs["x"].layout is x.layout
     assert torch.equal(copied.args[0].to_dense(), x.to_dense())
+
+
+def test_an_object_with_tensors_that_gradients_pass_is_copied():
+    class Memory:
+        def __init__(self, keys):
+            self.keys = keys
+
+    memory = Memory([2 * torch.ones(2, requires_grad=True)])
+    copied = detached(memory)
+    assert copied is not memory
+    copied.keys[0].zero_()
+    copied.keys.append(None)
+    assert memory.keys[0].tolist() == [2, 2]
+    assert len(memory.keys) == 1
