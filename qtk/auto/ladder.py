@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from qtk.auto.choices import Choices
 
-SCHEMES = ("mse", "tf_enhanced", "activation_mse")
+TRIED_SCHEMES = ("mse", "tf_enhanced", "activation_mse")
 """Ranges that leave outliers out, searched in one pass over the data, the last with gradients."""
 
-TRANSFORMS = ("equalize", "smooth_quant")
+TRIED_TRANSFORMS = ("equalize", "smooth_quant")
 
 CHAINS = (("bias_correction",), ("gptq", "bias_correction"),
           ("seq_mse", "gptq", "coordinate_descent", "bias_correction"))
@@ -45,13 +45,13 @@ def ladder(
     is_early = dynamic is not None and dynamic()
     if is_early:
         yield DYNAMIC, replace(best(), dynamic=True)
-    for scheme in SCHEMES:
+    for scheme in TRIED_SCHEMES:
         if scheme != best().scheme:
             yield f"ranges by {scheme}", replace(best(), scheme=scheme)
-    for name in TRANSFORMS:
+    for name in TRIED_TRANSFORMS:
         yield name, replace(best(), transforms=(*best().transforms, name))
     if best().transforms:  # which leave other ranges
-        for scheme in SCHEMES:
+        for scheme in TRIED_SCHEMES:
             if scheme != best().scheme:
                 yield f"ranges by {scheme}, after that", replace(best(), scheme=scheme)
     for chain in CHAINS:

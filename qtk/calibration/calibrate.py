@@ -117,7 +117,7 @@ def calibrate(
         site: sites[site] for site, observer in observers.items()
         if site not in masked and not _is_unseen(sites[site], observer)
     }
-    for site, encoding in _activation_encodings(seen, observers).items():
+    for site, encoding in _encodings_of_observed(seen, observers).items():
         fixed = encodings.get(site)
         encodings[site] = encoding if fixed is None else filled(encoding, fixed, sites[site])
     if data.batches is None and data.example is not None:
@@ -226,7 +226,7 @@ def _static_encodings(
         if not observer.sentinels:
             unmasked[site] = observer
     try:
-        return _activation_encodings({site: sites[site] for site in unmasked}, unmasked)
+        return _encodings_of_observed({site: sites[site] for site in unmasked}, unmasked)
     except CalibrationError:
         for site, observer in unmasked.items():  # which of them
             with _named(site):
@@ -350,10 +350,10 @@ def _masked(observers: Mapping[Site, Observer]) -> dict[Site, str]:
     return reasons
 
 
-def _activation_encodings(
+def _encodings_of_observed(
     sites: Mapping[Site, SitePlan], observers: Mapping[Site, Observer]
 ) -> dict[Site, Encoding]:
-    """Encodings of observed activations, one scheme after the other. Raises: CalibrationError if a site saw no data."""
+    """Encodings of observed values, one scheme after the other. Raises: CalibrationError if a site saw no data."""
     by_scheme: dict[str, list[Site]] = {}
     starved = []
     for site, decided in sites.items():

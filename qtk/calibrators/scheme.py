@@ -24,6 +24,8 @@ class Calibrator(Protocol):
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
         """The encodings for the statistics of ``observers``, which this calibrator created.
 
+        A range lies within what was seen, and is not empty unless all values are 0.
+
         Raises: CalibrationError if one saw nothing.
         """
         ...

@@ -41,7 +41,9 @@ Propose: TypeAlias = Callable[[Tensor, Tensor, QuantSpec], tuple[Tensor, Tensor 
 [candidates, scales]."""
 
 Choose: TypeAlias = Callable[[WeightedSamples, QuantSpec], tuple[Tensor, Tensor | None]]
-"""Samples → scale float32 [scales], and zero point int32 [scales] or ``None``."""
+"""Samples → scale float32 [scales], and zero point int32 [scales] or ``None``.
+
+The specs of one call differ in granularity alone, every scale has samples, and nothing may wait for a GPU."""
 
 
 def sampler(granularity: Granularity, *, static: bool, bins: int, growth: float | None = None) -> Sampled:

@@ -10,7 +10,7 @@
         - {name: signed, check: tensors, of: activations, dtype: int8, zero_point: 0, source: quantization,
            says: "activations are int8 with zero point 0", fix: "activation: {dtype: int8, symmetric: true}"}
 
-A rule is data: what it can say is what its class below has fields for. ``export/rule_check.py`` checks them all.
+A rule is data: what it can say is what its class below has fields for. ``runtimes/rule_check.py`` checks them all.
 """
 
 from __future__ import annotations

@@ -37,9 +37,14 @@ def concerned(steps: Iterable[Step], contents: Callable[[], Set[object]]) -> Ite
         steps: in the order in which they run.
         contents: what the graph holds now.
     """
+    held: Set[object] | None = None
     for step in steps:
-        if not step.needs or not step.needs.isdisjoint(contents()):
-            yield step
+        if step.needs:
+            held = contents() if held is None else held
+            if step.needs.isdisjoint(held):
+                continue
+        yield step
+        held = None  # the step may have changed the graph
 
 
 def found_where(

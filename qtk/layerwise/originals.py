@@ -209,8 +209,8 @@ def warn_of_earlier_results(restarted: Sequence[str], gone: Sequence[str]) -> No
     if restarted:
         warnings.warn(
             f"{len(restarted)} layers ({_listed(restarted)}) start again from their float weights: what an earlier "
-            "call made of them is replaced; options=LayerwiseOptions(start='present') goes on from that, start='float' "
-            "says that this is meant", stacklevel=3,
+            "call made of them is replaced; options=LayerwiseOptions(start='present') goes on from that, "
+            "LayerwiseOptions(start='float') says that this is meant", stacklevel=3,
         )
     if gone:
         warnings.warn(

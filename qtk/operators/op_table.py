@@ -1,6 +1,6 @@
 """The op table: one row for each operator, with all that qtk knows about it. To add an operator, add a row.
 
-The op's *role* decides where quantizers go (DESIGN §2.3): compute ops make new values, movement ops carry the
+The op's *role* decides where quantizers go: compute ops make new values, movement ops carry the
 encoding of their input through, merges share one encoding over inputs and output, creations make constants, counts
 are never quantized.
 An op without a row neither receives nor passes an encoding, and the report names it.

@@ -225,5 +225,5 @@ def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
         more = f"; and {len(left) - LISTED} more" if len(left) > LISTED else ""
         warnings.warn(
             f"{elements / total:.0%} of the weights that the config asks for stay in float ({len(left)} of "
-            f"{len(asked)} tensors): {listed}{more}", stacklevel=5,
+            f"{len(asked)} tensors): {listed}{more}", stacklevel=7,
         )

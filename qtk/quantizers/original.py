@@ -49,7 +49,7 @@ class KeptTensor:
                 save_file({KEY: copy.contiguous()}, self._path)
             except (OSError, SafetensorError) as error:
                 raise CalibrationError(f"cannot keep a weight in {tempfile.gettempdir()}: {error}; set TMPDIR to "
-                                       "another directory, or offload='cpu'") from error
+                                       "another directory, or options=LayerwiseOptions(offload='cpu')") from error
 
     @property
     def is_there(self) -> bool:

@@ -107,6 +107,8 @@ class InputStatistics:
         if batch == 0:
             splits = self._value.sampling is not Sampling.WHOLE and self._value.axis % x.ndim != 0 and len(x) > 1
             used = len(x) - max(1, len(x) // HELD_OUT_EVERY) if splits else len(x)
+            if splits and counted is not None and not (bool(counted[:used].any()) and bool(counted[used:].any())):
+                splits, used = False, len(x)  # one of the parts is padding alone
             first, rest = (None, None) if counted is None else (counted[:used], counted[used:])
             self._ranges.add(x[:used], first)
             self._first_rest.add(x[used:], rest)

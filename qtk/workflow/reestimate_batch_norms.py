@@ -151,19 +151,27 @@ def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tu
             x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object,
             module: nn.Module, axis: int = 1, rank: int | None = None,
         ) -> Tensor:
-            calls[id(mean)] += 1
-            momentum, eps = 1 / calls[id(mean)], float(module.eps)  # type: ignore[arg-type]
+            eps = float(module.eps)  # type: ignore[arg-type]
+            average = averages[id(mean)]
 
-            def normalized(rows: Tensor) -> Tensor:
-                return F.batch_norm(rows, *averages[id(mean)], weight, bias, True, momentum, eps)
+            def normalized_by(statistics: tuple[Tensor, Tensor]) -> Tensor:
+                return by_channels(lambda each: F.batch_norm(each, *statistics, weight, bias, False, 0.0, eps), x, axis,
+                                   rank)
 
             counted = tokens.counted_at(read, x)
+            if counted is not None and not bool(counted.any()):
+                return normalized_by(average)  # a batch of padding says nothing
+            calls[id(mean)] += 1
+            momentum = 1 / calls[id(mean)]
             if counted is None or bool(counted.all()):
-                return by_channels(normalized, x, axis, rank)
+                return by_channels(lambda each: F.batch_norm(each, *average, weight, bias, True, momentum, eps), x,
+                                   axis, rank)
             rows = x.movedim(axis, -1)[counted.movedim(axis, -1).all(-1)]  # [rows, C]
-            normalized(rows)
-            batch = rows.mean(0), rows.var(0, correction=0)
-            return by_channels(lambda each: F.batch_norm(each, *batch, weight, bias, False, 0.0, eps), x, axis, rank)
+            if len(rows) < 2:
+                raise CalibrationError(f"{label(read, OWNER) or read}: a batch has one valid token, which has no "
+                                       "variance; pass larger batches, or leave this one out")
+            F.batch_norm(rows, *average, None, None, True, momentum, eps)
+            return normalized_by((rows.mean(0), rows.var(0, correction=0)))
 
         return averaged
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
+from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, ladder
 
 PLAIN = Choices("min_max")
 
@@ -23,24 +23,24 @@ def run(keeps, sites=(), first=PLAIN, **options):
 def test_without_a_gain_every_trial_changes_one_setting_of_the_first():
     trials = [choices for _, choices in run(lambda choices: False)]
     assert trials == [
-        *(Choices(scheme) for scheme in SCHEMES), *(Choices("min_max", (name,)) for name in TRANSFORMS),
+        *(Choices(scheme) for scheme in TRIED_SCHEMES), *(Choices("min_max", (name,)) for name in TRIED_TRANSFORMS),
         *(Choices("min_max", layerwise=chain) for chain in CHAINS),
     ]
 
 
 def test_later_trials_build_on_what_was_kept():
     last = run(lambda choices: True, sites=["a", "b"])[-1][1]
-    assert last == Choices(SCHEMES[-1], TRANSFORMS, CHAINS[-1], ("a",))
+    assert last == Choices(TRIED_SCHEMES[-1], TRIED_TRANSFORMS, CHAINS[-1], ("a",))
 
 
-@pytest.mark.parametrize("scheme", ["min_max", *SCHEMES])
+@pytest.mark.parametrize("scheme", ["min_max", *TRIED_SCHEMES])
 def test_a_scheme_is_not_tried_twice_in_a_row(scheme):
-    steps = run(lambda choices: choices.transforms == TRANSFORMS[:1] and choices.scheme == scheme,
+    steps = run(lambda choices: choices.transforms == TRIED_TRANSFORMS[:1] and choices.scheme == scheme,
                 first=Choices(scheme))
     again = [choices.scheme for step, choices in steps if step.endswith(", after that")]
-    assert again == [name for name in SCHEMES if name != scheme]
+    assert again == [name for name in TRIED_SCHEMES if name != scheme]
     assert [choices.scheme for _, choices in steps[:len(again)]] == again
-    assert all(choices.transforms == TRANSFORMS[:1] for step, choices in steps if step.endswith(", after that"))
+    assert all(choices.transforms == TRIED_TRANSFORMS[:1] for step, choices in steps if step.endswith(", after that"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 1023])
@@ -60,7 +60,7 @@ def test_sites_are_ranked_only_when_nothing_cheaper_is_left():
 
 def test_what_is_kept_counts_from_the_next_trial_on():
     seen = run(lambda choices: choices == Choices("mse") or choices.layerwise == CHAINS[0])
-    assert [choices for step, choices in seen if step == TRANSFORMS[0]] == [Choices("mse", TRANSFORMS[:1])]
+    assert [choices for step, choices in seen if step == TRIED_TRANSFORMS[0]] == [Choices("mse", TRIED_TRANSFORMS[:1])]
     chains = [choices for _, choices in seen if choices.layerwise]
     assert chains == [replace(Choices("mse"), layerwise=chain) for chain in CHAINS]  # which replace each other
 

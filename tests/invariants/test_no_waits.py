@@ -59,7 +59,7 @@ def on_gpu(make, scheme="min_max", **options):
     return qtk.QuantSim(model, x, scheme=scheme, **options), x
 
 
-SCHEMES = ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy", "activation_mse")
+SCHEMES = (*qtk.SCHEMES,)
 SLOW_SCHEMES = ("mse", "activation_mse")
 """Hundreds of candidates, each a launch in Triton's interpreter."""
 

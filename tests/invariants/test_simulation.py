@@ -1,4 +1,4 @@
-"""What holds for every model, whatever it is made of (DESIGN §7)."""
+"""What holds for every model, whatever it is made of."""
 
 import copy
 import operator

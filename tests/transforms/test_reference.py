@@ -57,9 +57,36 @@ def test_factors_that_lose_the_numbers_are_found_in_the_dtype_of_the_model():
     assert compared(model, torch.float64, *steps)[1]
 
 
+class Labels(nn.Module):
+    """Its outputs are integers, and complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.argmax(1), torch.complex(y[:, :3], y[:, 3:])
+
+
+@pytest.mark.parametrize(("factor", "same"), [(-1.0, False), (3.0, False), (1.0, True)])
+def test_outputs_that_are_no_real_numbers_are_compared_too(factor, same):
+    assert compared(Labels(), torch.float32, scaled("layer.weight", factor))[1] is same
+
+
+def test_integers_may_flip_by_rounding_alone():
+    ones = torch.ones(8, dtype=torch.int64)
+    flipped = ones.clone()
+    flipped[0] = 2
+    assert change([ones], [flipped]) == (1 / 8, False)
+    assert change([ones], [ones.clone()]) == (0.0, True)
+    there_and_back = [scaled("layer.weight", factor) for factor in (3.0, 1 / 3)]
+    assert compared(Labels(), torch.float32, *there_and_back)[1]
+
+
 def test_the_change_is_relative_to_the_largest_output():
     a = [torch.tensor([100.0, 1.0]), 3, torch.tensor([1])]
-    assert change(a, [torch.tensor([100.0, 1.005]), 4, torch.tensor([2])]) == (pytest.approx(5e-5, rel=1e-2), True)
+    assert change(a, [torch.tensor([100.0, 1.005]), 4, torch.tensor([1])]) == (pytest.approx(5e-5, rel=1e-2), True)
     assert change(a, [torch.tensor([100.0, 1.02]), 3, torch.tensor([1])])[1] is False
 
 
