@@ -6,6 +6,7 @@ import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from qtk.errors import ArgumentError
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.originals import Start
 from qtk.layerwise.walk import Inputs
@@ -55,7 +56,7 @@ class LayerwiseOptions:
             ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
             simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
 
-    Raises: ArgumentError if a value is not of its type.
+    Raises: ArgumentError if a value is not of its type, or ``holdout`` not in [0, 1).
     """
 
     inputs: Inputs = "asym"
@@ -65,6 +66,10 @@ class LayerwiseOptions:
     groups: Sequence[Hashable] | None = None
     start: Start | None = None
     keep_originals: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.holdout < 1:
+            raise ArgumentError(f"LayerwiseOptions: holdout is a fraction, at least 0 and below 1, got {self.holdout}")
 
 
 DEFAULT = LayerwiseOptions()

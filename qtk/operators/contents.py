@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from qtk.operators.op_row import Mask, OpRow, Product
+from qtk.operators.op_row import Mask, OpRow, Product, Role
 from qtk.operators.op_table import row_of
 from qtk.torch_private import schema_of
 
@@ -20,7 +20,7 @@ class Trait(enum.Enum):
 
     COMPOSITES = "ops with graphs inside"
     INTEGERS = "tensors of integers, or booleans"
-    STACKS = "stored tensors of three axes or more that others than convolutions read"
+    STACKS = "stored tensors that others than convolutions read with three axes or more"
     WRITES = "ops that write into what they read, as into buffers"
 
 
@@ -38,7 +38,7 @@ def contents(nodes: Iterable[fx.Node]) -> frozenset[object]:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             found.add(Trait.INTEGERS)
-        if node.op == "get_attr" and isinstance(value, torch.Tensor) and value.ndim > 2 and _is_stack(node):
+        if node.op == "get_attr" and isinstance(value, torch.Tensor) and value.ndim > 1 and _is_stack(node, value.ndim):
             found.add(Trait.STACKS)
         if node.op not in ("call_function", "call_module"):
             continue
@@ -56,10 +56,15 @@ def contents(nodes: Iterable[fx.Node]) -> frozenset[object]:
     return frozenset(found)
 
 
-def _is_stack(node: fx.Node) -> bool:
-    """Whether an op reads a stored tensor, or what a quantizer makes of it, that is no convolution."""
-    rows = [(user, row_of(user)) for user in node.users]
-    return any(
-        row.product not in CONVOLUTIONS if row is not None else user.op != "call_module" or _is_stack(user)
-        for user, row in rows
-    )
+def _is_stack(node: fx.Node, ndim: int) -> bool:
+    """Whether an op that is no convolution reads a stored tensor with three axes or more, moved or quantized or not."""
+    value = node.meta.get("val")
+    ndim = value.ndim if isinstance(value, torch.Tensor) else ndim
+    for user in node.users:
+        row = row_of(user)
+        if row.role is Role.MOVEMENT if row is not None else user.op == "call_module":
+            if _is_stack(user, ndim):
+                return True
+        elif ndim > 2 and (row is None or row.product not in CONVOLUTIONS):
+            return True
+    return False

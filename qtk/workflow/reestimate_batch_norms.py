@@ -146,7 +146,7 @@ def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tu
     calls = Counter[int]()
     averages = {id(norm.mean): (norm.mean.clone(), norm.var.clone()) for norm in norms}
 
-    def averaging(read: fx.Node) -> Callable[..., Tensor]:
+    def averaging(norm: _Norm) -> Callable[..., Tensor]:
         def averaged(
             x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object,
             module: nn.Module, axis: int = 1, rank: int | None = None,
@@ -158,7 +158,7 @@ def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tu
                 return by_channels(lambda each: F.batch_norm(each, *statistics, weight, bias, False, 0.0, eps), x, axis,
                                    rank)
 
-            counted = tokens.counted_at(read, x)
+            counted = tokens.counted_at(norm.read, x)
             if counted is not None and not bool(counted.any()):
                 return normalized_by(average)  # a batch of padding says nothing
             calls[id(mean)] += 1
@@ -168,14 +168,14 @@ def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tu
                                    axis, rank)
             rows = x.movedim(axis, -1)[counted.movedim(axis, -1).all(-1)]  # [rows, C]
             if len(rows) < 2:
-                raise CalibrationError(f"{label(read, OWNER) or read}: a batch has one valid token, which has no "
+                raise CalibrationError(f"{norm.name}: a batch has one valid token, which has no "
                                        "variance; pass larger batches, or leave this one out")
             F.batch_norm(rows, *average, None, None, True, momentum, eps)
             return normalized_by((rows.mean(0), rows.var(0, correction=0)))
 
         return averaged
 
-    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaging(norm.read) for norm in norms}
+    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaging(norm) for norm in norms}
     for norm in norms:  # a layer in front of one is not to compute what it will when folded
         nodes |= unfolded_targets(norm.node)
     before = {node: node.target for node in nodes}

@@ -22,6 +22,8 @@ VERBS = {
     ("offload", "gpu", "offload must be one of 'none', 'cpu', 'disk', got 'gpu'"),
     ("checkpoint_dir", 3, "checkpoint_dir must be a str, path or None, got 3"),
     ("holdout", "half", "holdout must be a float, got 'half'"),
+    ("holdout", 1.5, "holdout is a fraction, at least 0 and below 1, got 1.5"),
+    ("holdout", -0.1, "holdout is a fraction, at least 0 and below 1, got -0.1"),
     ("start", "anew", "start must be one of 'float', 'present' or None, got 'anew'"),
 ])
 def test_a_wrong_value_is_named_where_it_is_given(name, value, said):

@@ -14,12 +14,12 @@ CONV = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 8, 8)
 
 
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, *shape):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 8, 4))
+        self.weight = nn.Parameter(torch.randn(*shape))
 
     def forward(self, x, positions):
-        return torch.exp((x @ self.weight).masked_fill(positions > 3, -1e9)).softmax(-1)
+        return torch.exp((x @ self.weight.view(2, 8, 4)).masked_fill(positions > 3, -1e9)).softmax(-1)
 
 
 def test_kinds_families_and_columns_are_held():
@@ -29,8 +29,9 @@ def test_kinds_families_and_columns_are_held():
     assert held.isdisjoint({"linear", Role.MERGE, None, *Trait, *Mask})
 
 
-def test_stacks_of_matrices_integers_and_masks_are_held():
-    held = contents(qtk.prepare_model(Stack(), (torch.randn(2, 5, 8), torch.arange(4))).graph.nodes)
+@pytest.mark.parametrize("shape", [(2, 8, 4), (16, 4)])
+def test_stacks_of_matrices_integers_and_masks_are_held(shape):
+    held = contents(qtk.prepare_model(Stack(*shape), (torch.randn(2, 5, 8), torch.arange(4))).graph.nodes)
     assert {Trait.STACKS, Trait.INTEGERS, Mask.MAKES, Mask.READS, Precision.EXPONENT} <= held
 
 

@@ -85,6 +85,19 @@ def test_a_single_sample_serves_for_both_and_says_so():
     assert not images.is_held_out
 
 
+@pytest.mark.parametrize("padded", [slice(6, None), slice(0, 6)])
+def test_a_batch_of_which_one_part_is_padding_is_not_divided(padded):
+    _, (images, _) = model_and_values()
+    statistics, batch, counted = InputStatistics(images), torch.randn(8, 2, 6, 6), torch.ones(8, 2, 6, 6).bool()
+    counted[padded] = False
+    batch[padded] = 0.0
+    statistics.observe(batch, 0, counted)
+    assert statistics.is_complete
+    assert torch.equal(statistics.range[1], batch[counted[:, 0, 0, 0]].amax((0, 2, 3)))
+    assert torch.equal(statistics.samples[0], batch)
+    assert not statistics.is_held_out
+
+
 def test_the_model_is_left_as_it_was():
     model, values = model_and_values()
     code, modules = model.code, [name for name, _ in model.named_modules()]

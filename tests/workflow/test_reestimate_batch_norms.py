@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.errors import NotCalibratedError, QtkError
+from qtk.errors import CalibrationError, NotCalibratedError, QtkError
 from qtk.transforms.keep_batch_norms import is_kept
 from tests.transforms.nets import Transposed, randomized
 
@@ -132,3 +132,26 @@ def test_statistics_leave_out_tokens_that_do_not_count(channels_last):
     qtk.reestimate_batch_norms(sim, batches, valid="mask", progress=False)
     torch.testing.assert_close(net.norm.running_mean, torch.stack([each.mean(0) for each in rows]).mean(0))
     torch.testing.assert_close(net.norm.running_var, torch.stack([each.var(0) for each in rows]).mean(0))
+
+
+@pytest.mark.medium
+def test_batches_of_padding_say_nothing_and_one_token_has_no_variance():
+    torch.manual_seed(0)
+    none, one = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)
+    one[0, 0] = 1
+    x, mask = torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.long)
+    sim = qtk.QuantSim(OfTokens(True).eval(), (x, mask), config=LIVE)
+    norm = sim.model.norm
+
+    def reestimate(*batches):
+        sim.compute_encodings([(x, mask)], valid="mask", progress=False)
+        qtk.reestimate_batch_norms(sim, batches, valid="mask", progress=False)
+
+    reestimate((x, mask))
+    expected = norm.running_mean.clone(), norm.running_var.clone()
+    norm.running_mean.fill_(100.0)
+    padding = (torch.full_like(x, 50.0), none)
+    reestimate(padding, (x, mask), padding)
+    torch.testing.assert_close((norm.running_mean, norm.running_var), expected)
+    with pytest.raises(CalibrationError, match=r"^batch 0: norm: a batch has one valid token, which has no variance"):
+        reestimate((x, one))
