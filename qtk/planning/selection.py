@@ -16,7 +16,7 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
 
     The name of a follower selects its leader; int32 biases, whose scale follows from two other sites, are left out.
 
-    Raises: CalibrationError for a name or glob that matches no site.
+    Raises: CalibrationError for a name or glob that matches no site, or sites in float alone.
     """
     if names is None:
         return dict.fromkeys(
@@ -26,10 +26,17 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
     for name in [names] if isinstance(names, str) else names:
         if not isinstance(name, str):  # of an iterator, whose elements nobody could look at before
             raise CalibrationError(f"a site is given by name, got {name!r}; print(sim.plan) shows all")
-        glob = name.replace("[", "[[]")  # ports are numbered in brackets
-        matching = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
+        matching = [site for site in plan if _matches(site, name)]
         if not matching:
+            for site, reason in plan.unquantized.items():
+                if _matches(site, name):
+                    raise CalibrationError(f"{site.name} is in float: {reason}; choose sites that are quantized")
             hint = nearest(name, [site.name for site in plan])
             raise CalibrationError(f"no site is called {name!r}; {hint}; print(sim.plan) shows all")
         wanted |= {plan[site].leader or site for site in matching}
     return dict.fromkeys(site for site in plan if site in wanted and plan[site].factors is None)
+
+
+def _matches(site: Site, name: str) -> bool:
+    glob = name.replace("[", "[[]")  # ports are numbered in brackets
+    return site.name == name or fnmatch.fnmatchcase(site.name, glob)

@@ -30,3 +30,10 @@ def test_names_and_globs_select_leaders(names, selected):
 def test_a_name_of_no_site_is_answered_with_the_nearest():
     with pytest.raises(CalibrationError, match=r"no site is called 'a\.ad:out'; did you mean 'a\.add:out'"):
         leaders(PLAN, "a.ad:out")
+
+
+@pytest.mark.parametrize("name", ["head.weight", "head*"])
+def test_a_site_in_float_is_told_with_its_reason(name):
+    plan = QuantPlan(PLAN.sites, {Site.parameter("head.weight"): "float by rules[4]"})
+    with pytest.raises(CalibrationError, match=r"^head\.weight is in float: float by rules\[4\]; choose sites"):
+        leaders(plan, name)
