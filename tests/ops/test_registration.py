@@ -31,8 +31,8 @@ def test_no_other_file_of_the_room_calls_torch_library():
 @operators
 def test_the_schema_is_the_dispatchers(operator):
     """Of a native operator, the one of the C++ library: saved programs name it."""
-    assert str(torch._C.parse_schema(f"qtk::{operator.schema}")) == str(torch.ops.qtk.__getattr__(
-        operator.name.removeprefix("qtk::")).default._schema)
+    packet = getattr(torch.ops.qtk, operator.name.removeprefix("qtk::"))
+    assert str(torch._C.parse_schema(f"qtk::{operator.schema}")) == str(packet.default._schema)
 
 
 @operators
