@@ -25,7 +25,8 @@ def settle_fresh_constants(graph: fx.Graph) -> None:
             graph.erase_node(node)
         else:
             node.target = DETACH
-            source.replace_all_uses_with(node, delete_user_cb=lambda user, after=node: user > after)
+            for user in [user for user in source.users if user > node]:
+                user.replace_input_with(source, node)
     for node in graph.find_nodes(op="call_function", target=LIFT):
         node.target = CLONE
 
