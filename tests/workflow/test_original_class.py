@@ -223,7 +223,7 @@ def test_an_empty_cache_of_the_example_stays_empty(library):
 
     example = {"ids": words(4, 6), "cache": Cache()}
     sim = qtk.QuantSim(InPython().eval(), example)
-    sim.compute_encodings([example], progress=False)
+    sim.compute_encodings([{"ids": words(4, 6), "cache": Cache()}], progress=False)
     made = sim.to_original()
     assert "" not in roots(sim.model)
     outputs = [made(words(4, 6), cache=Cache()) for _ in range(3)]
