@@ -68,23 +68,32 @@ def detached(tree: Tree) -> Tree:
     >>> detached((cache, 1))[0].keys = "filled"
     >>> cache.keys
     """
-    copies: Tree = pytree.tree_map(_copied, tree)
+    memo: dict[int, object] = {}
+    copies: Tree = pytree.tree_map(lambda leaf: _copied(leaf, memo), tree)
     return copies
 
 
-def _copied(leaf: object) -> object:
+def _copied(leaf: object, memo: dict[int, object]) -> object:
+    """A copy of a leaf; objects in it that ``memo`` has are copied once, and tensors of one storage stay so."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, type, nn.Module)) or callable(leaf):
         return leaf
     try:
-        return copy.deepcopy(leaf, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(leaf)})
+        for tensor in _tensors_in(leaf):
+            if id(tensor) in memo:
+                continue
+            if tensor.layout is not torch.strided:
+                memo[id(tensor)] = tensor.detach().clone()
+            elif not tensor.is_leaf:
+                memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
+        return copy.deepcopy(leaf, memo)
     except Exception:  # whatever a user's object raises, a lock or a generator in it
         return leaf
 
 
 def _tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in the attributes of an object: of those that gradients pass torch has no deep copies."""
+    """The tensors in the attributes of an object: torch has no deep copies of some."""
     for leaf in pytree.tree_leaves(getattr(value, "__dict__", None)):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -15,7 +15,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from qtk.torch_private import fx_pytree, pytree
+from qtk.errors import CaptureError
+from qtk.torch_private import branches, fx_pytree, pytree
 
 TRANSFORMERS = "transformers"
 """The package whose caches are registered by its own function, where it is loaded; it is never loaded for that."""
@@ -44,9 +45,12 @@ def register_containers(tree: object) -> Iterator[str]:
 
 def is_cache(value: object) -> bool:
     """Whether a value is a cache of ``transformers``, or of a class derived from one."""
-    library = sys.modules.get(TRANSFORMERS)
-    base = getattr(library, "Cache", None)
-    return isinstance(base, type) and isinstance(value, base)
+    return _is_cache_class(type(value))
+
+
+def _is_cache_class(kind: type) -> bool:
+    base = getattr(sys.modules.get(TRANSFORMERS), "Cache", None)
+    return isinstance(base, type) and issubclass(kind, base)
 
 
 def _register_cache(kind: type) -> bool:
@@ -61,6 +65,23 @@ def _register_cache(kind: type) -> bool:
         flatten_without_comparing(kind)
         return True
     return False
+
+
+def register_structure(structure: pytree.TreeSpec | None) -> None:
+    """Lets torch look into the caches of ``transformers`` in a structure that was made by another process.
+
+    Raises: CaptureError naming a class that nobody has registered in this process.
+    """
+    if structure is None:
+        return
+    kind = structure.type
+    is_known = not isinstance(kind, type) or kind in pytree.SUPPORTED_NODES
+    if not is_known and not (_is_cache_class(kind) and _register_cache(kind)):
+        raise CaptureError(f"a graph that is loaded takes or returns {kind.__qualname__} of {kind.__module__}, which "
+                           "is no pytree node in this process; before loading, import the module that registers it, or "
+                           "run the same torch.utils._pytree.register_pytree_node as before preparing")
+    for branch in branches(structure):
+        register_structure(branch)
 
 
 def flatten_without_comparing(kind: type) -> None:

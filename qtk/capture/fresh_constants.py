@@ -6,22 +6,36 @@ import torch
 from torch import Tensor, fx
 
 ATEN = torch.ops.aten
-LIFT, DETACH_, CLONE, CAT = ATEN.lift_fresh_copy.default, ATEN.detach_.default, ATEN.clone.default, ATEN.cat.default
+LIFT, CLONE, CAT = ATEN.lift_fresh_copy.default, ATEN.clone.default, ATEN.cat.default
+DETACH, DETACH_ = ATEN.detach.default, ATEN.detach_.default
 
 
 def settle_fresh_constants(graph: fx.Graph) -> None:
-    """Makes each fresh constant a clone. Changes ``graph``.
+    """Makes each fresh constant a clone, and ``detach_`` of any other value a ``detach``. Changes ``graph``.
 
-    Torch detaches it in place, which leaves its values as they are, and alone would have the program functionalized:
-    that takes as long as the export.
+    Torch detaches a fresh constant in place, which leaves its values as they are, and alone would have the program
+    functionalized: that takes as long as the export, and loses ``detach_`` of values that gradients pass.
     """
     for node in graph.find_nodes(op="call_function", target=DETACH_):
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.target in (LIFT, CLONE):
+        if not isinstance(source, fx.Node):
+            continue
+        if _is_fresh(source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+        else:
+            node.target = DETACH
+            for user in [user for user in source.users if user > node]:
+                user.replace_input_with(source, node)
     for node in graph.find_nodes(op="call_function", target=LIFT):
         node.target = CLONE
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a value is a fresh constant, or a clone of one."""
+    while node.target is CLONE and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target is LIFT
 
 
 def drop_empty_operands(graph: fx.Graph) -> None:

@@ -15,6 +15,7 @@ from torch.fx.graph import PythonCode
 
 from qtk.calls.call_kind import call_kind
 from qtk.calls.calls import Call, cloned
+from qtk.calls.containers import register_structure
 from qtk.calls.inputs import as_captured, check_inputs, input_leaves
 from qtk.calls.served_sizes import ServedSizes
 from qtk.calls.signature import input_names
@@ -28,7 +29,7 @@ from qtk.graph.sites import prefixes
 from qtk.nn.batch_norm import keep_frozen
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, has_hooks, hooks, pytree
+from qtk.torch_private import MODULE_TABLES, call_structure, has_hooks, hooks, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -185,6 +186,12 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         assert isinstance(copied, PreparedGraph)
         copied.sign()
         return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        structure = call_structure(self.graph)
+        for spec in () if structure is None else (structure.in_spec, structure.out_spec):
+            register_structure(spec)
 
     def sign(self) -> None:
         """Gives ``forward`` the signature of the original's, which trainers read to know which inputs it takes."""

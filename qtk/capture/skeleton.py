@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.tree import with_islands
+from qtk.capture.tree import TABLES, with_islands
 from qtk.errors import CaptureError, first_line
 
 SKELETON = "qtk_skeleton"
@@ -59,20 +61,28 @@ class Skeleton:
             return _restored, (None, [], f"its copy was pickled without it: {first_line(error)}")
         return _restored, (self._root, self._names, self._reason)
 
-    @property
-    def root(self) -> nn.Module:
-        """The model's own module, without tensors. Raises: CaptureError if there is none."""
+    def empty(self) -> nn.Module:
+        """The model's own module, without tensors and with copies of its plain attributes, such as a ``config``.
+
+        Raises: CaptureError if there is none.
+        """
         if self._root is None:
             raise CaptureError(f"the class of the model cannot be made again: {self._reason}; load the weights of "
                                "sim.model.state_dict() into a model of your own")
-        return self._root
+        root = with_islands(self._root, {})
+        memo: dict[int, object] = {id(module): module for module in root.modules()}
+        for attributes in map(vars, root.modules()):
+            for name in attributes.keys() - TABLES:
+                with suppress(Exception):  # of a lock or a file, which stays shared
+                    attributes[name] = copy.deepcopy(attributes[name], memo)
+        return root
 
     def filled(self, tensors: Mapping[str, Tensor]) -> nn.Module:
         """A model of the original's class with these tensors, by their names; names of one tensor stay tied.
 
         Raises: CaptureError if one is missing.
         """
-        root = with_islands(self.root, {})
+        root = self.empty()
         modules = dict(root.named_modules())
         for path, table, name in self._names:
             full = f"{path}.{name}" if path else name

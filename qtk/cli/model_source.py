@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qtk.cli.imported import called
-from qtk.errors import ConfigError, first_line
+from qtk.errors import OUT_OF_MEMORY, ConfigError, first_line
 from qtk.registry import closest, nearest
 
 PRETRAINED = "pretrained"
@@ -198,16 +199,22 @@ def _hf(name: str, pretrained: bool, where: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         named = [getattr(transformers, each, None) for each in config.architectures or ()]
-        kind = next((each for each in named if each is not None), None)
+        kind: Any = next((each for each in named
+                          if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel)), None)
         if kind is None:
             raise ConfigError(f"{where}: {name}: its config.json has the architectures {config.architectures}, and "
-                              "transformers has none of them; build the model in Python, and name that function as "
-                              "module:callable")
+                              "transformers has no model among them; build the model in Python, and name that "
+                              "function as module:callable")
         model, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{where}: {name}: cannot be loaded: {first_line(error)}") from error
+    except (*OUT_OF_MEMORY, ConfigError):
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{where}: {name}: needs a package that is not installed: {first_line(error)}; install it, "
+                          "or give the folder of the float model if this one is quantized") from error
+    except Exception as error:  # whatever the values in a config.json lead to
+        raise ConfigError(f"{where}: {name}: cannot be loaded: {first_line(error)}; write the folder again with "
+                          "model.save_pretrained(folder), or build the model in Python, and name that function as "
+                          "module:callable") from error
     lost = sorted(info["missing_keys"]) + sorted(map(str, info.get("mismatched_keys") or ()))
     if lost:
         shown = ", ".join(lost[:SHOWN]) + (f", … {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")

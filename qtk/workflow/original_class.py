@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from qtk.calls.call_kind import signature_of
+from qtk.calls.calls import Call, detached
 from qtk.calls.containers import is_cache
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
@@ -30,8 +31,26 @@ from qtk.torch_private import call_structure, pytree
 SIMULATION = "simulation"
 """The submodule of a model of the user's class that runs its simulation."""
 
-FLAGS = ("use_cache", "return_dict")
+USE_CACHE, RETURN_DICT = FLAGS = ("use_cache", "return_dict")
 """Arguments of transformers' models that a captured graph has decided, and that ``generate`` passes all the same."""
+
+SAVING = ("save", "push_to_hub")
+"""Names of methods that write a model, which others go on with ``_``: ``save_pretrained``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """How the user's class is called.
+
+    Args:
+        signature: the signature of its ``forward``; ``None`` if it has none.
+        accepted: the names of the arguments that one of the graphs takes.
+        defaults: flag → its value where a call leaves it out; ``None`` where a config decides.
+    """
+
+    signature: inspect.Signature | None
+    accepted: Collection[str]
+    defaults: Mapping[str, object]
 
 
 @public
@@ -48,7 +67,8 @@ def to_original(simulation: Simulation) -> nn.Module:
 
     Where parameters alone are quantized it is the user's class with the simulated values as parameters, tensors of its
     own: save it, run it, train it. Else it is an instance of a class derived from it, whose ``forward`` runs the
-    simulation, and which shares its parameters: all other methods are the user's, such as ``generate``.
+    simulation, and which shares its parameters: all other methods are the user's, such as ``generate``, but for those
+    that save: its tensors have other names. ``sim.save`` and ``sim.export`` write it.
 
     Args:
         simulation: calibrated; left as it is.
@@ -63,14 +83,15 @@ def to_original(simulation: Simulation) -> nn.Module:
         raise CaptureError("the model was prepared without inputs; make the simulation from the float model itself")
     tensors = _simulated_tensors(model)
     if tensors is None:
-        return _running(model, skeleton)
-    made = skeleton.filled(tensors).train(model.training)
+        made, what = _running(model, skeleton), "whose forward runs the simulation"
+    else:
+        made, what = skeleton.filled(tensors).train(model.training), "with the simulated weights"
     for call in model.examples:
         try:
             output_difference(model, made, call.args, call.kwargs)
         except VerificationError as error:
-            raise VerificationError(f"{type(made).__name__} with the simulated weights computes something else than "
-                                    f"the simulation: {error}; something was rewritten in the graph alone") from None
+            raise VerificationError(f"{type(made).__name__} {what} computes something else than the simulation: "
+                                    f"{error}; something was rewritten in the graph alone") from None
     return made
 
 
@@ -97,21 +118,19 @@ def _simulated_tensors(model: PreparedModel) -> dict[str, Tensor] | None:
 
 def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     """A model of a class derived from the user's, whose ``forward`` runs ``model``."""
-    root, accepted = skeleton.root, _accepted(model)
-    kind = type(root)
+    root = skeleton.empty()
+    kind, interface = type(root), _interface(root, model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
-             "forward": _forward(root, accepted), "__getattr__": _refuse}
+             "forward": _forward(interface), "__getattr__": _refusing(kind), **_without_saving(kind)}
     if callable(generate := getattr(kind, "generate", None)):
         names["generate"] = _generating(generate)
     made: nn.Module = kind.__new__(type(kind.__name__, (kind,), names))
-    made.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value
-                          for name, value in vars(root).items()})
+    made.__dict__.update(vars(root))
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
     made.__dict__["_modules"] = {SIMULATION: model}
     made.training = model.training
     settings = vars(root).get("generation_config")
-    if settings is not None and _cache_argument(model) is None:
-        settings = made.__dict__["generation_config"] = copy.copy(settings)
+    if settings is not None and not _takes_cache(model, interface.signature):
         settings.use_cache = False  # no graph takes one: each token is computed from all before it
     return made
 
@@ -127,46 +146,71 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
     return with_weights_kept
 
 
-def _refuse(self: nn.Module, name: str) -> Any:
-    """Raises: AttributeError for what is not there, saying that submodules are in the graph."""
-    try:
-        return type(self).__mro__[1].__getattr__(self, name)  # type: ignore[attr-defined]
-    except AttributeError:
-        raise AttributeError(f"this {type(self).__name__} runs a simulation and has no {name!r}: its submodules are in "
-                             "the graph") from None
+def _refusing(kind: type) -> Callable[[nn.Module, str], Any]:
+    """``__getattr__`` of a class derived from ``kind``, which says of what is not there that it is in the graph."""
+
+    def refuse(self: nn.Module, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)  # type: ignore[attr-defined]
+        except AttributeError:
+            raise AttributeError(f"this {type(self).__name__} runs a simulation and has no {name!r}: its submodules "
+                                 "are in the graph") from None
+
+    return refuse
 
 
-def _forward(root: nn.Module, accepted: Collection[str]) -> Callable[..., Any]:
+def _without_saving(kind: type) -> dict[str, Callable[..., Any]]:
+    """The methods of the user's that save a model, by their names, as methods that refuse to."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            raise CaptureError(f"{name} of this {type(self).__name__} would write the tensors of a simulation, by "
+                               f"names that {kind.__name__} does not have; write it with sim.export(directory), or "
+                               "with sim.save(directory) to go on later")
+
+        return refuse
+
+    begins = tuple(f"{verb}_" for verb in SAVING)
+    return {name: refusing(name) for name in dir(kind)
+            if f"{name}_".startswith(begins) and not hasattr(nn.Module, name) and callable(getattr(kind, name))}
+
+
+def _interface(root: nn.Module, model: PreparedModel) -> Interface:
     signature = signature_of(root)
+    parameters = {} if signature is None else signature.parameters
+    defaults = {name: parameters[name].default for name in FLAGS if name in parameters}
+    return Interface(signature, _accepted(model, signature), defaults)
+
+
+def _forward(interface: Interface) -> Callable[..., Any]:
+    signature = interface.signature
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _run(self._modules[SIMULATION], signature, accepted, args, kwargs)
+        return _run(self._modules[SIMULATION], interface, args, kwargs)
 
     if signature is not None:
         known = [parameter for name, parameter in signature.parameters.items()
-                 if name in (*accepted, *FLAGS) or parameter.kind is inspect.Parameter.VAR_KEYWORD]
+                 if name in (*interface.accepted, *FLAGS) or parameter.kind is inspect.Parameter.VAR_KEYWORD]
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         vars(forward)["__signature__"] = signature.replace(parameters=[itself, *known])
     return forward
 
 
-def _run(
-    model: nn.Module | None, signature: inspect.Signature | None, accepted: Collection[str], args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def _run(model: nn.Module | None, interface: Interface, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs a simulation with the arguments that the user's class takes; without those that say nothing."""
     assert isinstance(model, PreparedModel)
+    signature = interface.signature
     bound = {} if signature is None else signature.bind_partial(*args).arguments
     if args and len(bound) != len(args):  # *args, or no signature
         return model(*args, **kwargs)
     arguments = {**bound, **kwargs}
-    wants_cache = arguments.get("use_cache") is not False
-    taken = {name: value for name, value in arguments.items() if not _says_nothing(name, value, accepted)}
-    for name in [name for name, value in taken.items() if is_cache(value) and not _is_filled(value)]:
-        del taken[name]  # the graph takes an empty cache of the class of its example, or none
-    taken = {**_empty_caches(model), **taken}
-    output = model(**taken)
-    return output if wants_cache else _without_cache(output)
+    taken = {name: value for name, value in arguments.items() if not _says_nothing(name, value, interface.accepted)}
+    if "" in roots(model):  # the graph takes an empty cache of the class of its example, or none; Python any
+        filled = {name: value for name, value in taken.items() if not is_cache(value) or _is_filled(value)}
+        taken = {**detached(_empty_caches(model, signature)), **filled}
+    flags = {name: arguments[name] for name in FLAGS
+             if name not in interface.accepted and arguments.get(name) is not None}
+    return _as_asked(model(**taken), interface, flags)
 
 
 def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
@@ -177,10 +221,44 @@ def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
         name.endswith("attention_mask") and isinstance(value, Tensor) and bool((value == 1).all()))
 
 
-def _empty_caches(model: PreparedModel) -> dict[str, Any]:
+def _as_asked(output: Any, interface: Interface, flags: Mapping[str, object]) -> Any:
+    """The output as ``flags`` ask for it, those of a call that no graph takes.
+
+    Raises: CaptureError if the output that was captured is another one.
+    """
+    for name, value in flags.items():
+        captured = interface.defaults.get(name)
+        if value == captured:
+            continue
+        if name == USE_CACHE:
+            without = _without_cache(output)
+            has_cache = without is not output
+            is_served = has_cache or (captured is None and not value)
+            output = output if value else without
+        else:
+            is_served = captured is None and bool(value) is isinstance(output, Mapping)
+        if not is_served:
+            raise CaptureError(f"{name}={value!r}, but the model was captured with another value, which is written "
+                               f"into its graph; leave {name} out, or make the simulation from inputs with "
+                               f"{name}={value!r}")
+    return output
+
+
+def _arguments(call: Call, signature: inspect.Signature | None) -> dict[str, Any]:
+    """Name → argument of a call, however it is given."""
+    return {**({} if signature is None else signature.bind_partial(*call.args).arguments), **call.kwargs}
+
+
+def _empty_caches(model: PreparedModel, signature: inspect.Signature | None) -> dict[str, Any]:
     """The arguments of the examples that are caches of no token yet."""
-    return {name: value for call in model.examples for name, value in call.kwargs.items()
+    return {name: value for call in model.examples for name, value in _arguments(call, signature).items()
             if is_cache(value) and not _is_filled(value)}
+
+
+def _takes_cache(model: PreparedModel, signature: inspect.Signature | None) -> bool:
+    """Whether a graph takes a filled cache."""
+    return any(is_cache(value) and _is_filled(value)
+               for call in model.examples for value in _arguments(call, signature).values())
 
 
 def _is_filled(cache: object) -> bool:
@@ -189,26 +267,21 @@ def _is_filled(cache: object) -> bool:
 
 
 def _without_cache(output: Any) -> Any:
-    if not isinstance(output, Mapping):
-        return output
-    kept: Any = type(output)
-    return kept(**{name: value for name, value in output.items() if not is_cache(value)})
+    """An output without the caches in it; itself if there are none."""
+    kind: Any = type(output)
+    if isinstance(output, Mapping) and any(map(is_cache, output.values())):
+        return kind(**{name: value for name, value in output.items() if not is_cache(value)})
+    if kind is tuple and any(map(is_cache, output)):
+        return tuple(value for value in output if not is_cache(value))
+    return output
 
 
-def _accepted(model: PreparedModel) -> set[str]:
+def _accepted(model: PreparedModel, signature: inspect.Signature | None) -> set[str]:
     """The names of the arguments that one of the graphs takes; all that the examples have where Python is kept."""
     names: set[str] = set()
     for graph in entered(model) if "" in roots(model) else ():
         structure = call_structure(graph.graph) if isinstance(graph, torch.fx.GraphModule) else None
         names |= {*structure.orig_args} if structure is not None else set()
     for call in model.examples:
-        names |= {*call.kwargs}
-        signature = signature_of(model)
-        names |= set() if signature is None else {*signature.bind_partial(*call.args).arguments}
+        names |= {*_arguments(call, signature)}
     return names - {"self"}
-
-
-def _cache_argument(model: PreparedModel) -> str | None:
-    """The name of the argument by which a graph takes a filled cache; ``None`` if none does."""
-    return next((name for call in model.examples for name, value in call.kwargs.items()
-                 if is_cache(value) and _is_filled(value)), None)

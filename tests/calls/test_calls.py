@@ -58,3 +58,36 @@ def test_an_object_with_tensors_that_gradients_pass_is_copied():
     copied.keys.append(None)
     assert memory.keys[0].tolist() == [2, 2]
     assert len(memory.keys) == 1
+
+
+class Window:
+    """A buffer, a view of it, and a parameter; ``scale`` passes gradients to the buffer or not."""
+
+    def __init__(self, scale):
+        self.buffer = torch.zeros(2, 4) * scale
+        self.view = self.buffer[:, :2]
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("scale", [torch.ones(1), torch.ones(1, requires_grad=True)])
+def test_tensors_of_an_object_that_share_memory_share_it_in_its_copy(scale):
+    window = Window(scale)
+    first, second = detached((window, {"same": window}))
+    first.buffer.detach().fill_(5)
+    assert first.view.tolist() == [[5, 5], [5, 5]]
+    assert not window.buffer.any()
+    assert type(first.weight) is nn.Parameter
+    assert first.weight is not window.weight
+    assert second["same"] is first
+
+
+@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), X.to_mkldnn()])
+def test_an_object_with_a_tensor_of_another_layout_is_copied(x):
+    class Memory:
+        pass
+
+    memory = Memory()
+    memory.x = x
+    copied = detached(memory)
+    assert copied.x is not x
+    assert copied.x.layout is x.layout

@@ -13,6 +13,7 @@ from qtk.calls.containers import (
     flatten_without_comparing,
     is_cache,
     register_containers,
+    register_structure,
     registration_text,
     unregistered,
 )
@@ -68,6 +69,17 @@ def test_caches_of_a_loaded_library_are_registered_by_its_own_function(library):
     dynamic, sliding = type("DynamicCache", (library.Cache,), {}), type("SlidingCache", (library.Cache,), {})
     assert len([*register_containers({"a": dynamic(), "b": [sliding()], "c": torch.ones(1)})]) == 2
     assert kinds == [dynamic, sliding]
+
+
+def test_the_structure_of_another_process_is_registered(library):
+    kinds = []
+    library.add("exporters.exporter_dynamo", "register_pytree_node", kinds.append)
+    dynamic = type("DynamicCache", (library.Cache,), {})
+    pytree.register_pytree_node(dynamic, lambda value: ([torch.ones(1)], None), lambda tensors, rest: dynamic())
+    structure = pytree.tree_structure({"cache": [dynamic(), Cache()]})
+    del pytree.SUPPORTED_NODES[dynamic]
+    register_structure(structure)
+    assert kinds == [dynamic]
 
 
 def test_an_older_version_knows_one_class(library):

@@ -1,5 +1,7 @@
 """Constants that code makes anew in each call, and empty operands of concatenations."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,41 @@ def test_a_constant_that_is_written_to_starts_anew_in_each_call():
     prepared = qtk.prepare_model(Counts(), x)
     for _ in range(2):
         assert torch.equal(prepared(x), x + x.sum())
+
+
+def _later(y):
+    copied = y.clone()
+    before = copied * 2
+    copied.detach_()
+    return before + copied * y
+
+
+def _writes(y):
+    copied = y.clone()
+    copied.detach_()
+    copied.add_(1.0)
+    return copied * y
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("function", [
+    lambda y: y + y.clone().detach_(), lambda y: y * y.relu().detach_(), _later, _writes,
+])
+def test_no_gradient_passes_what_was_detached_in_place(function):
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([1.0, -2.0]))
+
+        def forward(self, x):
+            return function(x * self.scale)
+
+    model, x = Stops(), torch.randn(3, 2)
+    module = exported(model, x)
+    settle_fresh_constants(module.graph)
+    assert DETACH_ not in targets(module)
+    prepared = qtk.prepare_model(copy.deepcopy(model), x)
+    model(x).sum().backward()
+    prepared(x).sum().backward()
+    assert torch.equal(prepared(x), model(x))
+    assert torch.allclose(prepared.get_parameter("scale").grad, model.scale.grad)

@@ -17,6 +17,7 @@ from qtk.operators.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests import fresh
+from tests.capture.caches import Cache, Decoder, words
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import copied, pair, simulated, slow_but
 
@@ -152,6 +153,14 @@ def test_another_process_can_train_what_was_pickled(tmp_path):
             "sum(p.sum() for p in model.parameters()).backward(); print(len(model.state_dict()))")
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
     assert run.stdout.strip() == str(len(sim.model.state_dict())), run.stderr
+
+
+def test_a_pickled_graph_with_a_class_that_nobody_registered_says_what_to_run(monkeypatch):
+    data = pickle.dumps(prepare_model(Decoder().eval(), words(2, 7)))
+    assert type(pickle.loads(data)(words(2, 7))["cache"]) is Cache
+    monkeypatch.delitem(pytree.SUPPORTED_NODES, Cache)
+    with pytest.raises(CaptureError, match=r"Cache of tests.capture.caches, which is no pytree node .*; before"):
+        pickle.loads(data)
 
 
 def print_answer(path):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_a_model_is_made_again_with_other_tensors():
 def test_it_holds_no_tensor_of_the_model():
     model = Tied()
     skeleton = Skeleton(model)
-    assert not [*skeleton.root.parameters(), *skeleton.root.buffers()]
+    empty = skeleton.empty()
+    assert not [*empty.parameters(), *empty.buffers()]
     assert len([*model.parameters()]) == 2
     assert copy.deepcopy(skeleton) is skeleton
 
@@ -66,3 +68,15 @@ def test_a_pickle_holds_it_where_its_classes_can_be_pickled():
 def test_compiled_code_has_none():
     with pytest.raises(CaptureError, match="cannot be made again: a module of code that torch compiled"):
         Skeleton(torch.jit.trace(nn.Linear(3, 2), torch.ones(1, 3))).filled({})
+
+
+def test_plain_attributes_are_copies():
+    model = Tied()
+    model.config = model.a.config = {"sizes": [3]}
+    model.lock = threading.Lock()
+    made = Skeleton(model).filled(tensors(model))
+    made.config["sizes"].append(4)
+    assert model.config == {"sizes": [3]}
+    assert made.a.config is made.config
+    assert made.hidden[0] is made.a
+    assert made.lock is model.lock

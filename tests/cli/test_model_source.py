@@ -140,15 +140,21 @@ def library(monkeypatch):
     package = ModuleType("transformers")
     asked = {}
 
-    class Net(nn.Linear):
-        lost = ()
+    class Base(nn.Linear):
+        pass
+
+    class Net(Base):
+        lost, error = (), None
 
         @classmethod
         def from_pretrained(cls, folder, **options):
             asked.update(options, folder=folder)
+            if cls.error is not None:
+                raise cls.error
             return cls(2, 2).train(), {"missing_keys": set(cls.lost), "mismatched_keys": set()}
 
     package.Net, package.asked, package.architectures = Net, asked, ["Net"]
+    package.PreTrainedModel, package.pipeline, package.Other = Base, print, nn.Linear
     package.AutoConfig = SimpleNamespace(
         from_pretrained=lambda folder, **options: SimpleNamespace(architectures=package.architectures))
     monkeypatch.setitem(sys.modules, "transformers", package)
@@ -175,14 +181,33 @@ def test_a_folder_that_lacks_something_says_what(library, folder, tmp_path):
     library.Net.lost = ("head.weight",)
     with pytest.raises(ConfigError, match=r"^model: .*: these weights are missing in its files, .*: head.weight$"):
         build_model(f"hf:{folder}")
-    library.architectures = ["Own"]
-    with pytest.raises(ConfigError, match=r"the architectures \['Own'\], and transformers has none of them"):
+    library.architectures = ["Own", "pipeline", "Other"]
+    with pytest.raises(ConfigError, match=r"the architectures \['Own', .*, and transformers has no model among them"):
         build_model(f"hf:{folder}")
     (folder / "model.safetensors").rename(folder / "model.bin")
     with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
         build_model(f"hf:{folder}")
     with pytest.raises(ConfigError, match=r"^a: 'none' is no folder with a config.json"):
         build_model("hf:none", where="a")
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError, ValueError, OSError, ZeroDivisionError])
+def test_a_folder_that_cannot_be_loaded_says_what_to_do(library, folder, error):
+    library.Net.error = error("sizes")
+    with pytest.raises(ConfigError, match=r"^model: .*: cannot be loaded: .*sizes.*; write the folder again with "):
+        build_model(f"hf:{folder}")
+    library.architectures = [3]
+    with pytest.raises(ConfigError, match="cannot be loaded: TypeError"):
+        build_model(f"hf:{folder}")
+
+
+def test_a_folder_that_needs_another_package_names_it(library, folder):
+    library.Net.error = ImportError("packed is required")
+    with pytest.raises(ConfigError, match=r"not installed: .*packed is required; install it, or .* the float model"):
+        build_model(f"hf:{folder}")
+    library.Net.error = MemoryError()
+    with pytest.raises(MemoryError):
+        build_model(f"hf:{folder}")
 
 
 def test_without_transformers_a_folder_says_what_to_install(monkeypatch, folder):

@@ -1,14 +1,18 @@
 """``sim.to_original``: the user's class with the simulated weights, or with the simulation in its forward."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import qtk
-from qtk.errors import CaptureError, NotCalibratedError
-from tests.capture.caches import Decoder, words
+from qtk.errors import CaptureError, NotCalibratedError, VerificationError
+from qtk.graph.graphs import roots
+from qtk.workflow import original_class
+from tests.capture.caches import Cache, Decoder, words
 
 
 class Net(nn.Module):
@@ -137,3 +141,108 @@ def test_greedy_words_with_a_cache_are_those_without():
     cached, plain = made.greedy(words(2, 5), 20), made.greedy(words(2, 5), 20, cached=False)
     assert torch.equal(cached, plain)
     assert not torch.equal(made(words(2, 5))["logits"], model(words(2, 5))["logits"])
+
+
+class Saves(Net):
+    saver = "a setting"
+
+    def save_pretrained(self, path):
+        torch.save(self.state_dict(), path)
+
+    save = push_to_hub = save_pretrained
+
+
+@pytest.fixture(scope="module")
+def running():
+    """A model whose forward runs a simulation."""
+    model = Saves().eval()
+    model.config = SimpleNamespace(layers=["mix"])
+    made = simulation(model).to_original()
+    model.config.layers.append("later")
+    return made
+
+
+def test_a_running_simulation_has_plain_attributes_of_its_own(running):
+    assert running.config.layers == ["mix"]
+
+
+@pytest.mark.parametrize("name", ["save", "save_pretrained", "push_to_hub"])
+def test_methods_that_save_a_running_simulation_are_refused(running, name, tmp_path):
+    with pytest.raises(CaptureError, match=rf"^{name} of this Saves would write .* write it with sim.export"):
+        getattr(running, name)(tmp_path / "model.pt")
+    assert not [*tmp_path.iterdir()]
+    assert running.saver == "a setting"
+
+
+def test_a_class_derived_from_that_of_a_running_simulation(running):
+    derived = copy.deepcopy(running)
+    derived.__class__ = type("Derived", (type(running),), {})
+    assert torch.equal(derived(words(2, 6)), running(words(2, 6)))
+    with pytest.raises(AttributeError, match="this Derived runs a simulation and has no 'mix'"):
+        derived.mix  # noqa: B018
+
+
+def test_a_running_simulation_is_compared_with_the_examples(monkeypatch):
+    sim, run = simulation(Net().eval()), original_class._run
+    monkeypatch.setattr(original_class, "_run", lambda *args: 2 * run(*args))
+    with pytest.raises(VerificationError, match=r"^Net whose forward runs the simulation computes something else"):
+        sim.to_original()
+
+
+class Flagged(Net):
+    def forward(self, ids, use_cache=None, return_dict=None):
+        logits = super().forward(ids)
+        return (logits,) if return_dict is False else {"logits": logits}
+
+
+def test_a_flag_that_the_graph_has_decided_otherwise_is_refused():
+    made, ids = simulation(Flagged().eval()).to_original(), words(4, 6)
+    expected = made(ids)["logits"]
+    for flags in ({"return_dict": True}, {"use_cache": False}, {"use_cache": None, "return_dict": None}):
+        assert torch.equal(made(ids, **flags)["logits"], expected)
+    for name, value in {"return_dict": False, "use_cache": True}.items():
+        with pytest.raises(CaptureError, match=rf"^{name}={value}, .*; leave {name} out, or make the simulation from"):
+            made(ids, **{name: value})
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A package called transformers, whose class of caches is that of the tests."""
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Cache=Cache))
+
+
+@pytest.mark.medium
+def test_an_empty_cache_of_the_example_stays_empty(library):
+    class InPython(Net):
+        def forward(self, ids, cache=None):
+            if int(ids.sum()) < 0:
+                return None
+            x = self.embed(ids)
+            keys, _ = cache.extend(0, x, x)
+            return self.head(self.mix(x + keys.sum(1, keepdim=True)))
+
+    example = {"ids": words(4, 6), "cache": Cache()}
+    sim = qtk.QuantSim(InPython().eval(), example)
+    sim.compute_encodings([{"ids": words(4, 6), "cache": Cache()}], progress=False)
+    made = sim.to_original()
+    assert "" not in roots(sim.model)
+    outputs = [made(words(4, 6), cache=Cache()) for _ in range(3)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    cache = Cache()
+    made(words(4, 6), cache=cache)
+    assert cache.keys[0].shape == (4, 6, 32)
+    assert not example["cache"].keys
+    assert not sim.model.examples[0].kwargs["cache"].keys
+
+
+@pytest.mark.medium
+def test_an_empty_cache_that_the_example_has_by_position_is_given_to_the_graph(library):
+    model = Decoder().eval()
+    sim = qtk.QuantSim(model, (words(4, 6), Cache()))
+    sim.compute_encodings([(words(4, 6), Cache())], progress=False)
+    made = sim.to_original()
+    expected = sim.model(words(4, 6), Cache())["logits"]
+    assert torch.equal(made(words(4, 6))["logits"], expected)
+    assert torch.equal(made(words(4, 6), Cache())["logits"], expected)
+    assert set(made(words(4, 6), use_cache=False)) == {"logits"}
