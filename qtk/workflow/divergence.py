@@ -95,7 +95,7 @@ def _divergence(pairs: Iterable[object], valid: ValidTokensOf | None) -> Diverge
         if scores.numel():
             total, count = total + float(scores.double().sum()), count + scores.numel()
             largest = int(scores.argmax())  # NaN counts as the largest
-            if not float(scores[largest]) <= worst:
+            if not math.isnan(worst) and not float(scores[largest]) <= worst:
                 sample, position = counted.nonzero()[largest].tolist()
                 worst, worst_at = float(scores[largest]), (index, sample, position)
     if count == 0:
