@@ -78,3 +78,9 @@ def test_the_first_token_that_is_nan_stays_the_worst():
     assert math.isnan(found.mean)
     assert math.isnan(found.worst)
     assert found.worst_at == (1, 0, 1)
+
+
+def test_hidden_states_have_no_divergence():
+    hidden, ids = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(CalibrationError, match="as many as its embedding of 3 words"):
+        _divergence([(hidden, hidden, ids)], None, torch.nn.Embedding(3, 4))
