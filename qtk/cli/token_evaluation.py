@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from qtk.data.headless import refuse_other_words
 from qtk.data.token_batches import logits_of
 from qtk.errors import CalibrationError, ConfigError
 from qtk.numerics.token_scores import divergences, negative_log_likelihoods
@@ -22,7 +23,7 @@ def perplexity(items: Iterable[tuple[object, object, object]]) -> float:
     Shape: outputs [samples, tokens, vocabulary] (the first such tensor of a nested output), labels [samples, tokens],
     token ids, -100 where a token does not count.
 
-    Raises: ConfigError if there are no such outputs or labels, or no label counts.
+    Raises: ConfigError if there are no such outputs or labels, no label counts, or one is none of the logits.
 
     >>> import torch
     >>> round(perplexity([(torch.zeros(1, 3, 8), torch.tensor([[5, 1, -100]]), None)]), 4)
@@ -37,7 +38,12 @@ def perplexity(items: Iterable[tuple[object, object, object]]) -> float:
                               f"{given}; return (inputs, ids) from data.evaluation, with {LEFT_OUT} where a token is "
                               "padding")
         counted = ids[:, 1:] != LEFT_OUT
-        scores = negative_log_likelihoods(_logits(output, ids)[:, :-1][counted], ids[:, 1:][counted])
+        logits, targets = _logits(output, ids)[:, :-1][counted], ids[:, 1:][counted]
+        try:
+            refuse_other_words(logits, targets)
+        except CalibrationError as error:
+            raise ConfigError(f"{PERPLEXITY}: {error}") from None
+        scores = negative_log_likelihoods(logits, targets)
         total, count = total + float(scores.double().sum()), count + scores.numel()
     try:
         return exp_of_mean(total, count)

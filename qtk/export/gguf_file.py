@@ -16,6 +16,7 @@ from qtk.export.gguf_blocks import GgufType
 INSTALL = "pip install 'qtk[llm]'"
 ARCHITECTURE, FILE_TYPE, VERSION = "general.architecture", "general.file_type", "general.quantization_version"
 SUFFIXES = (".weight", ".bias")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 def library() -> Any:
@@ -61,6 +62,10 @@ class Template:
         found = library().quants.dequantize(tensor.data, tensor.tensor_type)
         return torch.from_numpy(found.copy()).reshape(*reversed(tensor.shape.tolist()))
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor of floats; ``None`` of one in blocks."""
+        return FLOATS.get(self.tensors[name].tensor_type.name)
+
     def write(self, path: Path, replaced: Mapping[str, tuple[GgufType, Tensor]]) -> None:
         """Writes the file with the bytes of some tensors replaced. Raises: ExportError if it cannot be written."""
         gguf = library()
@@ -95,7 +100,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises: ExportError if it cannot be read.
     """
-    template, gguf = Template(Path(path)), library()
-    floats = {gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "F64")}
+    template = Template(Path(path))
     return {name: template.floats(name) for name, tensor in template.tensors.items()
-            if tensor.tensor_type not in floats and not tensor.tensor_type.name.startswith("I")}
+            if template.dtype(name) is None and not tensor.tensor_type.name.startswith("I")}

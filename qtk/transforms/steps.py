@@ -77,6 +77,11 @@ def steps_of(model: nn.Module) -> tuple[Step, ...]:
     return steps
 
 
+def op_changes(model: nn.Module) -> list[str]:
+    """The kinds of steps made on a prepared model that change more than numbers of parameters."""
+    return list(dict.fromkeys(type(step).__name__ for step in steps_of(model) if not isinstance(step, ScaleParameter)))
+
+
 def is_transformed(model: PreparedModel) -> bool:
     """Whether ``make`` has run on a prepared model, even without a step."""
     return STEPS in model.meta

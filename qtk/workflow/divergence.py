@@ -8,8 +8,16 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.data.headless import embedding_shapes, refuse_hidden_states
 from qtk.data.rolled_states import written_places
-from qtk.data.token_batches import TokenBatch, TokenData, Tokenizer, ValidTokensOf, token_batches
+from qtk.data.token_batches import (
+    TokenBatch,
+    TokenData,
+    Tokenizer,
+    ValidTokensOf,
+    is_encoder_decoder,
+    token_batches,
+)
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.layerwise.float_weights import FloatWeights
@@ -65,7 +73,7 @@ def divergence(
     both = _in_turns(simulation, run) if reference is None else _beside(reference, run)
     pairs = outputs(simulation.model, token_batches(data, tokenizer, length), forward=both, num_batches=num_batches,
                     label="divergence", progress=progress)
-    return _divergence(pairs, valid)
+    return _divergence(pairs, valid, simulation.model)
 
 
 def divergence_of(
@@ -73,20 +81,25 @@ def divergence_of(
     valid: ValidTokensOf | None = None,
 ) -> Divergence:
     """The divergence of the distributions of ``reference`` from those of ``model``, as ``divergence``."""
-    return _divergence(outputs(model, batches, forward=_beside(reference, forward or run_batch)), valid)
+    return _divergence(outputs(model, batches, forward=_beside(reference, forward or run_batch)), valid, model)
 
 
-def _divergence(pairs: Iterable[object], valid: ValidTokensOf | None) -> Divergence:
+def _divergence(
+    pairs: Iterable[object], valid: ValidTokensOf | None, model: nn.Module | None = None
+) -> Divergence:
     """The divergence over batches: output in float, output of the simulation, batch.
 
     Raises: CalibrationError if no token counts, or both outputs' logits differ in shape.
     """
+    embeddings = frozenset[tuple[int, int]]() if model is None else embedding_shapes(model)
+    decodes = None if model is None else is_encoder_decoder(model)
     total, count, worst, worst_at = 0.0, 0, -math.inf, (0, 0, 0)
     for index, made in enumerate(pairs):
         assert isinstance(made, tuple)
         expected, output, batch = made
-        tokens = TokenBatch.of(batch, valid)
+        tokens = TokenBatch.of(batch, valid, is_encoder_decoder=decodes)
         in_float, simulated = tokens.logits(expected), tokens.logits(output)
+        refuse_hidden_states(in_float, tokens.ids, embeddings)
         if in_float.shape != simulated.shape:
             raise CalibrationError(f"the simulation returns logits of shape {tuple(simulated.shape)}, the float model "
                                    f"of {tuple(in_float.shape)}; pass a reference with the same vocabulary")
@@ -95,7 +108,7 @@ def _divergence(pairs: Iterable[object], valid: ValidTokensOf | None) -> Diverge
         if scores.numel():
             total, count = total + float(scores.double().sum()), count + scores.numel()
             largest = int(scores.argmax())  # NaN counts as the largest
-            if not float(scores[largest]) <= worst:
+            if not math.isnan(worst) and not float(scores[largest]) <= worst:
                 sample, position = counted.nonzero()[largest].tolist()
                 worst, worst_at = float(scores[largest]), (index, sample, position)
     if count == 0:

@@ -44,7 +44,7 @@ from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
-from qtk.transforms.steps import ScaleParameter, steps_of
+from qtk.transforms.steps import op_changes
 from qtk.workflow.check import check
 
 ENCODINGS_FILE = "encodings.json"
@@ -339,10 +339,10 @@ def _compressed_tensors(
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
 
-    others = [type(step).__name__ for step in steps_of(simulation.model) if not isinstance(step, ScaleParameter)]
-    if others:
-        raise ExportError(f"a transform has changed the ops of the model ({', '.join(dict.fromkeys(others))}), and who "
-                          "loads a compressed-tensors file runs the original's; make the simulation without it")
+    changes = op_changes(simulation.model)
+    if changes:
+        raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and who loads a "
+                          "compressed-tensors file runs the original's; make the simulation without it")
     checkpoint.export(simulation.model, folder, tokenizer)
     with _read_back(folder / checkpoint.STATE_FILE):
         checkpoint.compare_with_simulation(folder, simulation.model)

@@ -7,7 +7,15 @@ import math
 from torch import nn
 
 from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
-from qtk.data.token_batches import TokenBatch, TokenData, Tokenizer, ValidTokensOf, token_batches
+from qtk.data.headless import embedding_shapes, refuse_hidden_states, refuse_other_words
+from qtk.data.token_batches import (
+    TokenBatch,
+    TokenData,
+    Tokenizer,
+    ValidTokensOf,
+    is_encoder_decoder,
+    token_batches,
+)
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation
 from qtk.numerics.token_scores import negative_log_likelihoods
@@ -39,25 +47,30 @@ def perplexity(
     >>> found == qtk.perplexity(model, ids[:, :6], progress=False)
     True
 
+    Batches of an encoder-decoder have ``decoder_input_ids``, scored as above, or ``labels``, each the token that its
+    own position is to predict; negative labels do not count.
+
     A text file needs a tokenizer, and is cut into samples of ``length`` tokens, without what remains; the numbers of
     papers depend on both.
 
     Args:
         model: a float model, a prepared one, ``sim`` or ``sim.model``.
-        data: batches of token ids: tensors [samples, tokens], or dicts with ``input_ids``; one such batch; or the path
-            of a text file.
+        data: batches of token ids: tensors [samples, tokens], or dicts with ``input_ids`` (of an encoder-decoder
+            ``decoder_input_ids`` or ``labels`` too); one such batch; or the path of a text file.
         tokenizer: from the text to its token ids, as transformers' ``AutoTokenizer.from_pretrained(…)``.
         length: tokens of a sample of the text; ``None``: 512.
         forward: how to run the model on a batch and get logits [samples, tokens, vocabulary].
         num_batches: how many batches are taken; ``None``: all.
         valid: which tokens are no padding: a key of the batches, or a function from a batch to the mask
-            [samples, tokens]; ``None``: ``attention_mask``, where a batch has it.
+            [samples, tokens]; ``None``: ``attention_mask``, of a decoder behind an encoder
+            ``decoder_attention_mask``, where a batch has it.
         progress: show a bar.
 
-    Raises: CalibrationError without tokens that count, for batches without token ids, or a model without such logits.
+    Raises: CalibrationError without tokens that count, for batches without token ids, or a model without such logits,
+        as one without a head.
     """
     network = model if isinstance(model, nn.Module) else model.simulation.model
-    total, count = 0.0, 0
+    embeddings, total, count = embedding_shapes(network), 0.0, 0
 
     def run(module: nn.Module, batch: Batch) -> tuple[object, Batch]:
         return (forward or run_batch)(module, batch), batch
@@ -66,10 +79,12 @@ def perplexity(
                         label="perplexity", progress=progress):
         assert isinstance(made, tuple)
         output, batch = made
-        tokens = TokenBatch.of(batch, valid)
-        logits, ids = tokens.logits(output), tokens.ids
-        counted = (tokens.counted[:, 1:] & tokens.counted[:, :-1]).to(logits.device)
-        scores = negative_log_likelihoods(logits[:, :-1][counted], ids.to(logits.device)[:, 1:][counted])
+        tokens = TokenBatch.of(batch, valid, is_encoder_decoder=is_encoder_decoder(network))
+        logits, (targets, scored) = tokens.logits(output), tokens.targets()
+        targets, scored = targets.to(logits.device), scored.to(logits.device)
+        refuse_hidden_states(logits, tokens.ids, embeddings)
+        refuse_other_words(logits, targets[scored])
+        scores = negative_log_likelihoods(logits[scored], targets[scored])
         total, count = total + float(scores.cpu().double().sum()), count + scores.numel()
     return exp_of_mean(total, count)
 

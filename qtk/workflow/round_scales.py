@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.core.encoding import Encoding
+from qtk.core.overlaps import joined
 from qtk.core.spec import ScaleFormat
 from qtk.errors import EncodingError, NotCalibratedError
 from qtk.graph.float_root import float_root
@@ -90,7 +91,10 @@ def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:
-    """The encodings of NVFP4 weights whose products read the same value, with the largest scale of the tensor."""
+    """The encodings of NVFP4 weights whose products read the same value, with the largest scale of the tensor.
+
+    A weight that reads two values joins those of both.
+    """
     groups: dict[fx.Node, dict[Quantizer, Encoding]] = {}
     for graph in graphs(sim.simulation.model).values():
         flow = Flow(graph.graph)
@@ -102,7 +106,9 @@ def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:
                 if encoding is not None and isinstance(data, fx.Node) and data is not port.value:
                     groups.setdefault(float_root(flow, data), {})[quantizer] = encoding
     found: dict[Quantizer, Encoding] = {}
-    for members in groups.values():
+    encodings = {quantizer: encoding for members in groups.values() for quantizer, encoding in members.items()}
+    for group in joined(groups.values()):
+        members = {quantizer: encodings[quantizer] for quantizer in group}
         units = [unit for encoding in members.values() if (unit := tensor_scale_of(encoding.scale)) is not None]
         if len(units) < len(members):
             continue

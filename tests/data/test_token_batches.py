@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtk.data.token_batches import TokenBatch, logits_of, token_batches
+from qtk.data.token_batches import TokenBatch, is_encoder_decoder, logits_of, token_batches
 from qtk.errors import CalibrationError
 
 IDS = torch.arange(12).reshape(3, 4)
@@ -40,6 +40,41 @@ def test_padding_is_left_out():
 def test_a_mask_that_is_none(batch, valid):
     with pytest.raises(CalibrationError, match=r"must give a mask of the token ids, \(3, 4\), got"):
         TokenBatch.of(batch, valid)
+
+
+SOURCE = IDS + 20
+LABELS = IDS.masked_fill(IDS % 5 == 4, -100)
+
+
+@pytest.mark.parametrize(("batch", "decodes", "targets", "count"), [
+    ({"decoder_input_ids": IDS}, None, IDS[:, 1:], 9),
+    ({"decoder_input_ids": IDS, "decoder_attention_mask": MASK, "attention_mask": ~MASK}, None, IDS[:, 1:], 6),
+    ({"decoder_input_ids": IDS - 1, "labels": LABELS}, None, LABELS, 10), ({"labels": LABELS}, None, LABELS, 10),
+    ({"labels": SOURCE}, True, SOURCE, 12),  # of an encoder that gives its input again
+    ({"labels": torch.arange(3)}, None, SOURCE[:, 1:], 9), ({"labels": SOURCE}, None, SOURCE[:, 1:], 9),
+    ({"labels": SOURCE.masked_fill(MASK, -100)}, None, SOURCE[:, 1:], 9), ({"labels": LABELS}, False, SOURCE[:, 1:], 9),
+    ({"labels": torch.cat([SOURCE[:, 1:], torch.full((3, 1), -100)], 1)}, None, SOURCE[:, 1:], 9),
+])
+def test_the_tokens_of_which_a_model_returns_logits(batch, decodes, targets, count):
+    tokens = TokenBatch.of({"input_ids": SOURCE, **batch}, is_encoder_decoder=decodes)
+    found, scored = tokens.targets()
+    assert torch.equal(found[:, :targets.shape[1]], targets)
+    assert scored.sum() == count
+    assert (found[scored] >= 0).all()
+
+
+def test_an_encoder_decoder_needs_the_tokens_of_its_decoder():
+    assert is_encoder_decoder(torch.nn.Linear(2, 2)) is None
+    with pytest.raises(CalibrationError, match="give the batches decoder_input_ids or labels"):
+        TokenBatch.of({"input_ids": IDS}, is_encoder_decoder=True)
+
+
+def test_hidden_states_of_transformers_are_no_logits():
+    hidden = torch.randn(3, 4, 7)
+    with pytest.raises(CalibrationError, match="returns last_hidden_state, and no logits"):
+        logits_of({"last_hidden_state": hidden})
+    logits = torch.randn(3, 4, 9)
+    assert logits_of({"last_hidden_state": hidden, "logits": logits}) is logits
 
 
 def test_logits_are_found_beside_losses_caches_and_hidden_states():

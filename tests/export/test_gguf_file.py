@@ -19,6 +19,7 @@ def test_a_copy_has_the_metadata_and_all_other_tensors(tmp_path):
     assert template.name_of("model.layers.0.self_attn.q_proj.weight") == "blk.0.attn_q.weight"
     assert template.name_of("model.layers.0.self_attn.k_proj.weight") is None  # not in the file
     assert template.name_of("something.else") is None
+    assert (template.dtype("output.weight"), template.dtype("blk.0.attn_norm.weight")) == (torch.float16, torch.float32)
     blocks = torch.randint(0, 100, (64, 36), dtype=torch.uint8)
     template.write(tmp_path / "copy.gguf", {"blk.0.attn_v.weight": ("Q4_0", blocks)})
     copy = Template(tmp_path / "copy.gguf")
@@ -30,6 +31,7 @@ def test_a_copy_has_the_metadata_and_all_other_tensors(tmp_path):
     assert list(read(tmp_path / "copy.gguf")) == ["blk.0.attn_v.weight"]
     raw = torch.from_numpy(copy.tensors["blk.0.attn_v.weight"].data.copy())
     assert torch.equal(raw, blocks)
+    assert copy.dtype("blk.0.attn_v.weight") is None
 
 
 def test_a_file_that_is_none(tmp_path):

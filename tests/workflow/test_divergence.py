@@ -1,12 +1,14 @@
 """Divergence against a loop over tokens in float64."""
 
 import copy
+import math
 
 import pytest
 import torch
 
 import qtk
 from qtk.errors import CalibrationError
+from qtk.workflow.divergence import _divergence
 from tests.workflow.language_model import LanguageModel, simulation, token_batch
 
 BATCHES = [token_batch(0), token_batch(1, 2)]
@@ -65,3 +67,20 @@ def test_a_simulation_in_float_and_data_of_padding_alone():
         qtk.divergence(sim, {**BATCHES[0], "attention_mask": torch.zeros(3, 9, dtype=torch.long)}, progress=False)
     with pytest.raises(CalibrationError, match=r"logits of shape \(3, 9, 23\), the float model of \(3, 9, 29\)"):
         qtk.divergence(sim, BATCHES[0], reference=LanguageModel(29), progress=False)
+
+
+def test_the_first_token_that_is_nan_stays_the_worst():
+    logits, broken = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    broken[0, 1] = torch.nan
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    other = torch.arange(8.0).reshape(1, 2, 4)
+    found = _divergence([(logits, other, ids), (logits, broken, ids), (logits, other, ids), (logits, broken, ids)], None)
+    assert math.isnan(found.mean)
+    assert math.isnan(found.worst)
+    assert found.worst_at == (1, 0, 1)
+
+
+def test_hidden_states_have_no_divergence():
+    hidden, ids = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(CalibrationError, match="as many as its embedding of 3 words"):
+        _divergence([(hidden, hidden, ids)], None, torch.nn.Embedding(3, 4))

@@ -58,6 +58,35 @@ def test_what_cannot_be_measured():
         qtk.perplexity(model, batch, tokenizer="bert", progress=False)
 
 
+class EncoderDecoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(23, 16), torch.nn.Linear(16, 23)
+
+    def forward(self, input_ids, decoder_input_ids, labels=None):
+        return self.head(self.embed(decoder_input_ids) + self.embed(input_ids).mean(1, keepdim=True))
+
+
+def test_an_encoder_decoder_is_scored_by_the_tokens_of_its_decoder():
+    model, (source, ids) = EncoderDecoder().eval(), torch.randint(0, 23, (2, 3, 6))
+    logits = model(source, ids).detach().double()
+    loss = torch.nn.functional.cross_entropy
+    expected = math.exp(loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    batch = {"input_ids": source, "decoder_input_ids": ids}
+    assert qtk.perplexity(model, batch, progress=False) == pytest.approx(expected, rel=1e-6)
+    labels = ids.roll(-1, 1).masked_fill(ids > 15, -100)
+    expected = math.exp(loss(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))
+    assert qtk.perplexity(model, {**batch, "labels": labels}, progress=False) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("words", "message"), [(64, "the token id|as many as its embedding"), (8, "as many as its")])
+def test_a_model_without_a_head(words, message):
+    ids = torch.arange(words).reshape(1, -1)
+    with pytest.raises(CalibrationError, match=message):
+        qtk.perplexity(torch.nn.Embedding(words, 16), ids, progress=False)
+
+
 def test_certain_and_hopeless_models():
     ids = torch.tensor([[0, 1, 2]])
     sure = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0]]), 4).float() * 1e4

@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import EncodingError, NotCalibratedError
+from qtk.export.compressed_tensors.layers import layers_of
 from qtk.numerics.scale_formats import tensor_scale_of
 from tests.export.compressed_tensors.models import STATIC, Siblings, X, simulated
 
@@ -42,6 +43,31 @@ def test_nvfp4_layers_of_one_value_get_the_largest_scale_of_the_tensor():
     assert torch.equal(rounded[1], scales[1])
     assert tensor_scale_of(torch.cat(rounded)) == tensor_scale_of(scales[1])
     assert torch.isfinite(sim.model(X)).all()
+
+
+class Shared(nn.Module):
+    """Layers of two values, and one of both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_first, self.of_second, self.of_both = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.of_first.weight.data *= 7
+        self.of_second.weight.data *= 3
+
+    def forward(self, x):
+        y = x.flip(0).relu()
+        return self.of_both(x) + self.of_first(x) + self.of_both(y) + self.of_second(y)
+
+
+@pytest.mark.medium
+def test_a_layer_of_two_values_joins_the_layers_of_both():
+    sim = simulated(Shared(), {"dtype": "nvfp4"})
+    largest = max(tensor_scale_of(quantizer.scale) for quantizer in sim.quantizers.values())
+    qtk.round_scales(sim)
+    assert tensor_scale_of(torch.cat([quantizer.scale for quantizer in sim.quantizers.values()])) == largest
+    assert {float(divisor) for divisor in layers_of(sim.model).global_scales().values()} == {float(1 / largest)}
+    assert qtk.round_scales(sim) == {}
 
 
 @pytest.mark.medium

@@ -59,9 +59,7 @@ def stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Ten
     Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
     """
     encoding, shape = layer.encoding.to(torch.device("cpu")), tuple(layer.weight.shape)
-    weights = weight_arguments(encoding, layer.axes, shape)
-    inputs = None if layer.inputs is None else input_arguments(layer.inputs.spec)
-    scheme = scheme_of(weights, inputs, [])
+    scheme = scheme_of_layer(layer)
     value = values_of(codes_of(layer.weight.cpu(), encoding), encoding)
     scale = scale_matrices(encoding.scale, encoding.spec, layer.axes, shape)
     zero_point = None if encoding.zero_point is None else (
@@ -73,6 +71,12 @@ def stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Ten
             for name, part in by_layer(layer, number, end, original).items():
                 parts.setdefault(name, {})[end] = part
     return [_stored(name, part, scheme, layer, divisor) for name, part in parts.items()]
+
+
+def scheme_of_layer(layer: QuantizedLayer) -> Any:
+    """The library's scheme of a quantized weight and its inputs, without targets."""
+    weights = weight_arguments(layer.encoding, layer.axes, tuple(layer.weight.shape))
+    return scheme_of(weights, None if layer.inputs is None else input_arguments(layer.inputs.spec), [])
 
 
 def _is_transposed(layer: QuantizedLayer) -> bool:

@@ -69,6 +69,10 @@ def _warn_of_what_transformers_loads(layers: Layers) -> None:
         warnings.warn(f"transformers does not load the experts of {unread[0]}{_more(unread)}, or gets other numbers: "
                       "of experts it reads symmetric integers with inputs in float, and fp8_e4m3; this file is for "
                       "servers", stacklevel=4)
+    others = [layer.name for layer in stacks if layer.encoding.spec != stacks[0].encoding.spec]
+    if others:
+        warnings.warn(f"transformers reads all experts by one scheme, and {others[0]}{_more(others)} have another than "
+                      f"{stacks[0].name}; this file is for servers", stacklevel=4)
     lost = [layer.name for layer in every if layer.inputs is not None
             and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
     if lost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from qtk.export.compressed_tensors.original import Original
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 LINEAR = "Linear"
 """The target that stands for every linear module that is not ignored."""
+
+PATTERN = "re:"
+"""How a target begins that is a regular expression of paths."""
+
+EXPERTS, NUMBER = ".experts.", r"\d+"
 
 
 def write(
@@ -44,14 +49,16 @@ def quantization_config(layers: Sequence[StoredLayer], in_float: Iterable[str]) 
     for layer in layers:
         groups.setdefault(f"{layer.is_transposed} {layer.scheme.model_dump_json()}", []).append(layer)
     ordered = sorted(groups.values(), key=len, reverse=True)
+    paths, ignored = [[layer.path for layer in members] for members in ordered], sorted(set(in_float))
+    every = {path for each in (*paths, ignored) for path in each}
     schemes = {f"group_{index}": members[0].scheme.model_copy(update={
-        "targets": [LINEAR] if index == 0 and not members[0].is_transposed else _targets(members)
-    }) for index, members in enumerate(ordered)}
+        "targets": [LINEAR] if index == 0 and not members[0].is_transposed else _targets(own, every)
+    }) for index, (members, own) in enumerate(zip(ordered, paths, strict=True))}
     formats = {scheme.format for scheme in schemes.values()}
     stored = next(iter(formats)) if len(formats) == 1 else "mixed-precision"
     quantization = library().quantization
     config: dict[str, object] = quantization.QuantizationConfig(
-        config_groups=schemes, format=getattr(stored, "value", stored), ignore=sorted(set(in_float)),
+        config_groups=schemes, format=getattr(stored, "value", stored), ignore=_targets(ignored, every),
         quantization_status=quantization.QuantizationStatus.COMPRESSED,
     ).model_dump(mode="json")
     if any(_is_dequantized(layer) for layer in layers):
@@ -67,15 +74,44 @@ def _is_dequantized(layer: StoredLayer) -> bool:
     return layer.is_transposed or (inputs is None and not weights.symmetric and weights.strategy != "tensor")
 
 
-def _targets(layers: Sequence[StoredLayer]) -> list[str]:
-    """Paths; of experts a pattern, by which transformers finds their scheme."""
-    paths = [layer.path for layer in layers]
-    patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in paths if ".experts." in path}
-    return [*(path for path in paths if ".experts." not in path), *(f"re:^{pattern}$" for pattern in sorted(patterns))]
+def _targets(paths: Sequence[str], every: Set[str]) -> list[str]:
+    """Paths; of experts patterns, by which transformers finds their scheme.
+
+    A pattern stands for every number of experts, and of layers and projections too where all that it matches then is
+    one of ``paths``.
+
+    Args:
+        paths: of the layers.
+        every: paths of all layers.
+    """
+    own, targets = set(paths), dict[str, None]()
+    others = [path for path in every - own if EXPERTS in path]
+    taken: dict[str, bool] = {}
+    for path in paths:
+        if EXPERTS not in path:
+            targets[path] = None
+            continue
+        before, _, behind = re.escape(path).rpartition(re.escape(EXPERTS))
+        number, behind = re.split(r"(?<=\d)(?!\d)", behind, maxsplit=1) if behind[:1].isdigit() else ("", behind)
+        of_experts = f"{before}{re.escape(EXPERTS)}{NUMBER if number else ''}{behind}"
+        forms = (re.sub(r"\d+", lambda _: NUMBER, re.escape(path)), of_experts, re.escape(path))
+        for form in forms:
+            pattern = f"^{form}$"
+            if pattern not in taken:
+                taken[pattern] = any(re.match(pattern, other) for other in others)
+            if not taken[pattern]:
+                targets[f"{PATTERN}{pattern}"] = None
+                break
+    return list(targets)
+
+
+def is_target(target: str, path: str) -> bool:
+    """Whether a group with ``target`` has the layer at ``path``; ``LINEAR``, of what no other has, is none."""
+    return target == path or (target.startswith(PATTERN) and bool(re.match(target.removeprefix(PATTERN), path)))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Group name → scheme of a checkpoint's ``quantization_config``, and whether it is the one of other linear modules.
+    """Group name → scheme of a checkpoint's ``quantization_config``.
 
     Raises: OSError, LookupError or ValueError if there is none.
     """

@@ -8,9 +8,9 @@ tokenizer lie beside it. A model that is not one of transformers has the ``quant
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class ReadLayer:
         zero_point: of the weight, signed; ``None`` if symmetric.
         input_scale: of a static input.
         input_zero_point: likewise, signed.
+        scheme: how weight and inputs are quantized, the library's.
         scale_tolerance: by how much a scale of the weight may differ, relatively.
 
     Shape: ``codes`` as the weight, float32; scales and zero points as the library stores them, unpacked.
@@ -54,6 +55,7 @@ class ReadLayer:
     zero_point: Tensor | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
+    scheme: Any
     scale_tolerance: float = 0.0
 
 
@@ -93,18 +95,17 @@ def read(folder: Path) -> dict[str, ReadLayer]:
     """
     try:
         tensors, schemes = checkpoint.read(folder), config.read(folder)
-        named = {target: scheme for scheme in schemes.values() for target in scheme.targets}
         by_path: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             path, _, end = name.rpartition(".")
             by_path.setdefault(path, {})[end] = tensor
-        return {path: _read(own, _scheme(path, named)) for path, own in by_path.items() if "weight_scale" in own}
+        return {path: _read(own, _scheme(path, list(schemes.values()))) for path, own in by_path.items() if "weight_scale" in own}
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
 
 
 def compare_with_simulation(folder: Path, model: nn.Module) -> None:
-    """Reads the files back and compares codes, scales and zero points with the simulation.
+    """Reads the files back and compares schemes, codes, scales and zero points with the simulation.
 
     The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
     differ in their last two bits.
@@ -117,8 +118,11 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
     if found.keys() != expected.keys():
         raise ExportError(f"{sorted(found.keys() ^ expected.keys())[0]} is in one of file and simulation alone")
     for path, layer in found.items():
+        name = path or "weight"
+        if _arguments(layer.scheme) != _arguments(expected[path].scheme):
+            raise ExportError(f"{name}: the config has {_arguments(layer.scheme)}, the simulation "
+                              f"{_arguments(expected[path].scheme)}")
         if not _equal(layer, expected[path]):
-            name = path or "weight"
             raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
 
 
@@ -140,7 +144,8 @@ def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, Re
     zeros: dict[str, Tensor] = {} if encoding.zero_point is None else checkpoint.by_layer(
         layer, _matrices(layer, zero - signed_shift(encoding.spec)), "weight_zero_point", original)
     return {name.removesuffix("weight").removesuffix("."): ReadLayer(
-        codes[name], scales[name], zeros.get(name), input_scale, input_zero_point) for name in codes}
+        codes[name], scales[name], zeros.get(name), input_scale, input_zero_point,
+        checkpoint.scheme_of_layer(layer)) for name in codes}
 
 
 def _matrices(layer: QuantizedLayer, numbers: Tensor) -> Tensor:
@@ -153,19 +158,28 @@ def _read(tensors: dict[str, Tensor], scheme: Any) -> ReadLayer:
     return ReadLayer(
         codes_of_stored(tensors, scheme), scale.float() if divisor is None else scale.float() / divisor,
         zero_points_of_stored(tensors, scheme), None if inputs is None else inputs.float(),
-        tensors.get("input_zero_point"), 0.0 if divisor is None else TWO_BITS,
+        tensors.get("input_zero_point"), scheme, 0.0 if divisor is None else TWO_BITS,
     )
 
 
-def _scheme(path: str, schemes: Mapping[str, Any]) -> Any:
-    """The scheme of a layer: of the first target that is its path or a pattern of it, else of all linear layers.
+def _scheme(path: str, schemes: Sequence[Any]) -> Any:
+    """The scheme of a layer: the one with a target that is its path or a pattern of it, else of all linear layers.
 
-    Raises: LookupError if there is none.
+    Raises: LookupError if there is none, or several.
     """
-    for target, scheme in schemes.items():
-        if target == path or (target.startswith("re:") and re.match(target.removeprefix("re:"), path)):
-            return scheme
-    return schemes[config.LINEAR]
+    for is_own in (partial(config.is_target, path=path), config.LINEAR.__eq__):
+        found = [scheme for scheme in schemes if any(is_own(target) for target in scheme.targets)]
+        if len(found) > 1:
+            raise LookupError(f"{path} is a target of {len(found)} groups")
+        if found:
+            return found[0]
+    raise LookupError(f"{path} is a target of no group")
+
+
+def _arguments(scheme: Any) -> dict[str, object]:
+    """What a scheme says but for its targets: of weights and inputs, and the format."""
+    found: dict[str, object] = scheme.model_dump(mode="json", exclude={"targets"}, exclude_none=True)
+    return found
 
 
 def _equal(layer: ReadLayer, expected: ReadLayer) -> bool:
@@ -191,6 +205,7 @@ def _paths_in_float(layers: Layers, original: Original | None, stored: Sequence[
     names = list(layers.in_float)
     if original is not None:
         names += [f"{path}.weight" for path in original.linear_modules()]
-        names += list(original.stored({name: torch.empty(0) for name in names}))
+        shapes = original.module.state_dict()  # on the meta device: stacks of experts are taken apart by their shape
+        names += list(original.stored({name: shapes[name] for name in names if name in shapes}))
     paths = [name.removesuffix(".weight") for name in dict.fromkeys(names) if name.endswith(".weight")]
     return [path for path in paths if path not in quantized]

@@ -6,12 +6,13 @@ Layers are found by what they do in the graph: products of an input with a param
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.overlaps import joined
 from qtk.core.spec import ScaleFormat
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, global_scale, input_arguments, weight_arguments
@@ -45,7 +46,7 @@ class QuantizedLayer:
         axes: which of its axes count matrices, outputs and inputs.
         encoding: its encoding.
         inputs: the quantizer of what it is multiplied with; ``None``: that is float.
-        reads: the float value that is; of the first use.
+        reads: the float values that are, one for each use.
     """
 
     name: str
@@ -53,7 +54,7 @@ class QuantizedLayer:
     axes: MatrixAxes
     encoding: Encoding
     inputs: Quantizer | None
-    reads: fx.Node
+    reads: tuple[fx.Node, ...]
 
     @property
     def path(self) -> str:
@@ -72,13 +73,15 @@ class Layers:
         """The layers by what they read; servers fuse those that read the same value."""
         groups: dict[fx.Node, list[QuantizedLayer]] = {}
         for layer in self.quantized.values():
-            groups.setdefault(layer.reads, []).append(layer)
+            for value in layer.reads:
+                groups.setdefault(value, []).append(layer)
         return list(groups.values())
 
     def global_scales(self) -> dict[str, Tensor]:
         """Name of each NVFP4 weight → the divisor of its scales: one for siblings, if one suits all of their scales."""
         found: dict[str, Tensor] = {}
-        for members in self.siblings():
+        for names in joined([layer.name for layer in members] for members in self.siblings()):
+            members = [self.quantized[name] for name in names]
             scales = {layer.name: layer.encoding.scale.cpu().flatten() for layer in members
                       if layer.encoding.spec.scale_format is ScaleFormat.E4M3}
             common = tensor_scale_of(torch.cat(list(scales.values()))) if scales else None
@@ -109,6 +112,8 @@ def layers_of(model: nn.Module) -> Layers:
                 known = found.quantized.setdefault(layer.name, layer)
                 if known.inputs is not layer.inputs and not alike(known.inputs, layer.inputs):
                     raise Unsuited("multiplies inputs that are quantized in several ways")
+                found.quantized[layer.name] = replace(
+                    known, reads=tuple(dict.fromkeys((*known.reads, *layer.reads))))
             except (NotALayer, Unsuited) as reason:
                 findings[site] = str(reason)
         found.in_float |= dict.fromkeys(_in_float(graph, flow, names))
@@ -144,7 +149,8 @@ def _layer(
     name = names.get(memory_of(weight), "")
     if not layout.stack and name.rpartition(".")[2] != "weight":
         raise Unsuited("is not the weight of a module")
-    layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0], float_root(flow, uses[0].data))
+    layer = QuantizedLayer(name, weight.detach(), layout, encoding, activations[0],
+                           tuple(dict.fromkeys(float_root(flow, use.data) for use in uses)))
     weight_arguments(encoding, layout, tuple(weight.shape))
     if encoding.spec.scale_format is ScaleFormat.E4M3:
         global_scale(encoding.scale)

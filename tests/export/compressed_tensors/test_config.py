@@ -35,6 +35,36 @@ def test_the_largest_group_is_all_linear_layers_and_experts_have_a_pattern(tmp_p
     assert [scheme.weights.num_bits for scheme in config.read(tmp_path).values()] == [4, 8]
 
 
+STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(("of", "patterns"), [
+    (lambda layer, part: True, [r"re:^m\.\d+\.experts\.\d+\.w\d+$"]),
+    (lambda layer, part: layer == "0", [r"re:^m\.0\.experts\.\d+\.w1$", r"re:^m\.0\.experts\.\d+\.w2$"]),
+    (lambda layer, part: part == "w2", [r"re:^m\.0\.experts\.\d+\.w2$", r"re:^m\.1\.experts\.\d+\.w2$"]),
+    (lambda layer, part: layer == "1" and part == "w1", [r"re:^m\.1\.experts\.\d+\.w1$"]),
+])
+def test_a_pattern_of_experts_is_of_one_group_alone(of, patterns):
+    from compressed_tensors.utils.match import match_name
+
+    paths = [f"m.{layer}.experts.{expert}.{part}" for layer in (0, 1) for expert in (0, 10) for part in ("w1", "w2")]
+    schemes = {path: STATIC if of(path.split(".")[1], path.split(".")[-1]) else TOKENS for path in paths}
+    own = [path for path in paths if schemes[path] is STATIC]
+    linear = [stored(f"a{index}") for index in range(9)]
+    found = config.quantization_config([stored(path, INT8, schemes[path]) for path in paths] + linear, [])
+    groups = {group["input_activations"]["strategy"]: group["targets"] for group in found["config_groups"].values()
+              if group["input_activations"]}
+    assert [path for path in paths if any(match_name(path, each) for each in groups["tensor"])] == own
+    if own != paths:
+        assert [path for path in paths if any(match_name(path, each) for each in groups["token"])] == [
+            path for path in paths if path not in own]
+    assert sorted(groups["tensor"]) == patterns
+    ignored = config.quantization_config([*linear, *(stored(path, INT8) for path in own)],
+                                         [path for path in paths if path not in own])["ignore"]
+    assert [path for path in paths if any(match_name(path, each) for each in ignored)] == [
+        path for path in paths if path not in own]
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(("layer", "expected"), [
     (("a", {**INT4, "symmetric": False}), True), (("a", {**INT8, "symmetric": False}, TOKENS), False), (("a",), False),

@@ -185,6 +185,59 @@ def test_a_file_that_differs_is_an_error(tmp_path):
 
 
 @pytest.mark.medium
+def test_a_config_that_differs_is_an_error(tmp_path):
+    from qtk.export.compressed_tensors import folder
+
+    sim = simulated(Two(), CHANNELS, inputs=PER_TOKEN)
+    sim.export(tmp_path / "out", formats=("compressed_tensors",))
+    path = tmp_path / "out" / "config.json"
+    good = json.loads(path.read_text())
+
+    def differs(match, **group):
+        changed = json.loads(json.dumps(good))
+        groups = changed["quantization_config"]["config_groups"]
+        groups["group_0"] |= {key: each for key, each in group.items() if key != "again"}
+        if "again" in group:
+            groups["group_1"] = {**groups["group_0"], "input_activations": None}
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ExportError, match=match):
+            folder.compare_with_simulation(tmp_path / "out", sim.model)
+
+    inputs = good["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    differs("first: the config has", input_activations={**inputs, "strategy": "tensor", "dynamic": False})
+    differs("first: the config has", input_activations=None)
+    differs("first is a target of 2 groups", again=True)
+    differs("first is a target of no group", targets=["other"])
+    path.write_text(json.dumps(good))
+    folder.compare_with_simulation(tmp_path / "out", sim.model)
+
+
+def test_stacks_in_float_are_named_one_by_one():
+    from qtk.export.compressed_tensors import folder
+    from qtk.export.compressed_tensors.layers import Layers
+
+    class Apart:
+        """Takes stacks apart as transformers does: by their shape."""
+
+        def __init__(self):
+            with torch.device("meta"):
+                self.module = nn.ModuleDict({"head": nn.Linear(4, 4, bias=False)})
+                self.module.stack = nn.Parameter(torch.empty(2, 8, 4))
+
+        def linear_modules(self):
+            return ["head"]
+
+        def stored(self, tensors):
+            rows = {name: part for name, part in tensors.items() if part.ndim == 2}
+            stacks = {name: torch.chunk(part, 2, dim=1) for name, part in tensors.items() if part.ndim == 3}
+            return rows | {f"experts.{index}.{part}.weight": halves[place][index] for halves in stacks.values()
+                           for place, part in enumerate("ab") for index in range(halves[place].shape[0])}
+
+    found = folder._paths_in_float(Layers(in_float={"stack": None, "head.weight": None}), Apart(), [])
+    assert set(found) == {"head", *(f"experts.{index}.{part}" for index in (0, 1) for part in "ab")}
+
+
+@pytest.mark.medium
 def test_a_tokenizer_is_written_beside(tmp_path):
     class Tokenizer:
         def save_pretrained(self, folder):

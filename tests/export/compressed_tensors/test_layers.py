@@ -88,7 +88,7 @@ def test_layers_know_their_inputs_and_what_is_float():
     assert found.quantized["first.weight"].inputs is sim.quantizers["first:in[0]"]
     assert list(found.in_float) == ["last.weight"]
     siblings = layers_of(simulated(Siblings(), {"dtype": "int8"}, inputs=PER_TOKEN).model).quantized
-    assert siblings["q.weight"].reads is siblings["k.weight"].reads
+    assert siblings["q.weight"].reads == siblings["k.weight"].reads
     (layer,) = layers_of(simulated(Transposed(), {"dtype": "int4", **BLOCKS}).model).quantized.values()
     assert (layer.name, layer.axes.outputs, layer.axes.columns, layer.path) == ("inner.weight", (1,), (0,), "inner")
 
