@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qtk.capture.tree import TABLES, with_islands
 from qtk.errors import CaptureError, first_line
+from qtk.torch_private import pytree
 
 SKELETON = "qtk_skeleton"
 """Key of the ``meta`` of a prepared model."""
@@ -73,6 +74,7 @@ class Skeleton:
         memo: dict[int, object] = {id(module): module for module in root.modules()}
         for attributes in map(vars, root.modules()):
             for name in attributes.keys() - TABLES:
+                memo |= {id(module): module for module in _modules_in(attributes[name])}
                 with suppress(Exception):  # of a lock or a file, which stays shared
                     attributes[name] = copy.deepcopy(attributes[name], memo)
         return root
@@ -94,6 +96,15 @@ class Skeleton:
             is_parameter = table == "_parameters" and not isinstance(value, nn.Parameter)
             vars(modules[path])[table][name] = nn.Parameter(value, value.is_floating_point()) if is_parameter else value
         return root
+
+
+def _modules_in(value: object, depth: int = 4) -> Iterator[nn.Module]:
+    """The modules in an attribute: those of no tree, such as a teacher in a list, stay shared."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif depth and not isinstance(leaf, type):
+            yield from _modules_in(getattr(leaf, "__dict__", None), depth - 1)
 
 
 def _restored(root: Any, names: list[tuple[str, str, str]], reason: str) -> Skeleton:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,9 +75,13 @@ def test_plain_attributes_are_copies():
     model = Tied()
     model.config = model.a.config = {"sizes": [3]}
     model.lock = threading.Lock()
+    model.teacher, model.holder = [nn.Linear(1, 1)], SimpleNamespace(module=nn.Linear(1, 1))
     made = Skeleton(model).filled(tensors(model))
     made.config["sizes"].append(4)
     assert model.config == {"sizes": [3]}
     assert made.a.config is made.config
     assert made.hidden[0] is made.a
     assert made.lock is model.lock
+    assert made.teacher is not model.teacher
+    assert made.teacher[0] is model.teacher[0]  # outside the tree
+    assert made.holder.module is model.holder.module
