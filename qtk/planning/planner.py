@@ -118,6 +118,12 @@ def plan(
         words = vocabularies(graph.graph for graph in graphs.values())
     drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island, vocabularies=words)
               for graph in graphs.values()]
+    if any(rule.match.lm_head for rule in config.rules) and not any(draft.heads for draft in drafts):
+        from qtk.planning.language_heads import warn_without_heads
+
+        of = {node: draft for draft in drafts for node in draft.graph.nodes}
+        warn_without_heads(model, [(draft.graph, draft.flow) for draft in drafts],
+                           lambda node: of[node].decisions(node).weight.enabled)
     for draft in drafts:
         _refuse_other_numbers(draft)
         run_passes(draft)

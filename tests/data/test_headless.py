@@ -24,7 +24,7 @@ def test_embeddings_of_a_model_and_of_its_prepared_form():
 def test_an_output_as_wide_as_an_embedding(embeddings, width, largest_id, hidden):
     logits, ids = torch.zeros(1, 2, width), torch.tensor([[0, largest_id]])
     if hidden:
-        with pytest.raises(CalibrationError, match=rf"returns {width} numbers for each token, as many as its embedding"):
+        with pytest.raises(CalibrationError, match=rf"returns {width} numbers for each token, as many as"):
             refuse_hidden_states(logits, ids, embeddings)
     else:
         refuse_hidden_states(logits, ids, embeddings)
