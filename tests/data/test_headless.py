@@ -9,6 +9,7 @@ from qtk.data.headless import embedding_shapes, refuse_hidden_states, refuse_oth
 from qtk.errors import CalibrationError
 
 
+@pytest.mark.medium
 def test_embeddings_of_a_model_and_of_its_prepared_form():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).eval()
     prepared = qtk.prepare_model(model, torch.zeros(2, 3, dtype=torch.long), verify=False)
