@@ -113,11 +113,11 @@ class Draft:
             OF_ABSOLUTE_VALUES, lambda: absolute_values(graph, self.flow), set())
         self._adapters: frozenset[fx.Node] = self._found(
             OF_ADAPTERS, lambda: adapter_ops(graph, self.flow), frozenset())
-        self._heads: frozenset[fx.Node] = frozenset()
+        self.heads: frozenset[fx.Node] = frozenset()
         if vocabularies:
             from qtk.planning.language_heads import language_heads  # loaded here: few configs speak of heads
 
-            self._heads = language_heads(graph, self.flow, vocabularies)
+            self.heads = language_heads(graph, self.flow, vocabularies)
         ends = {*OUTPUT, *(match.kind for match in self.formulas.values()), *self.contents}
         ends |= {PYTHON} if is_island else set()
         self.feeds = found_where(rules.fed, ends, lambda: Feeds(graph, self.flow, self.formulas, is_island=is_island),
@@ -165,7 +165,7 @@ class Draft:
             kind = formula.kind if formula is not None else None
             feeds = frozenset[str]() if self.feeds is None else self.feeds.names(op)
             self._matchables[op] = Matchable(op, self.flow, feeds, kind,
-                                             in_adapter=op in self._adapters, is_lm_head=op in self._heads,
+                                             in_adapter=op in self._adapters, is_lm_head=op in self.heads,
                                              in_island=self._is_island)
         return self._matchables[op]
 

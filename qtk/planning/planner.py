@@ -118,6 +118,12 @@ def plan(
         words = vocabularies(graph.graph for graph in graphs.values())
     drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island, vocabularies=words)
               for graph in graphs.values()]
+    if any(rule.match.lm_head for rule in config.rules) and not any(draft.heads for draft in drafts):
+        from qtk.planning.language_heads import warn_without_heads
+
+        of = {node: draft for draft in drafts for node in draft.graph.nodes}
+        warn_without_heads(model, [(draft.graph, draft.flow) for draft in drafts],
+                           lambda node: of[node].decisions(node).weight.enabled)
     for draft in drafts:
         _refuse_other_numbers(draft)
         run_passes(draft)
@@ -144,6 +150,7 @@ def plan(
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     found_where({Fact.REQUIRED_RULES}, rules.facts, lambda: check_rules(drafts, rules, gone), None)
     warn_of_weights_in_float(drafts)
+    _warn_of_tied_weights(drafts)
     return QuantPlan(sites, {**unquantized, **gone})
 
 
@@ -204,6 +211,22 @@ PASSES = (
     Pass(explain_unread_parameters),
 )
 """In the order that their docs require."""
+
+
+def _warn_of_tied_weights(drafts: Sequence[Draft]) -> None:
+    """Warns of a weight that a rule leaves in float for one op, and that another op, which has the same, quantizes."""
+    said: dict[str, str] = {}
+    for draft in drafts:
+        for request in draft.requests:
+            if request.role != "weight" or request.plan is not None or draft.planned(request.keys) is None:
+                continue
+            edge, node = (str(key) if not isinstance(key, fx.Node) else str(value_site(key)) for key in request.keys)
+            said.setdefault(node, f"{node} is quantized for {edge.partition(':')[0]} too, which reads the same tied "
+                                  f"weight and whose rule says float ({request.decision.reason})")
+    if said:
+        more = f"; and {len(said) - 1} more" if said.keys() - {next(iter(said))} else ""
+        warnings.warn(f"{next(iter(said.values()))}{more}; give all ops that read it one rule, or the model two "
+                      "parameters", stacklevel=6)
 
 
 def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:

@@ -71,8 +71,8 @@ def export_gguf(
     check(sim.simulation)
     changes = op_changes(model)
     if changes:
-        raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and llama.cpp runs the "
-                          "original's; make the simulation without it")
+        raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and llama.cpp runs "
+                          "the original's; make the simulation without it")
     source, state = Template(Path(template)), _float_state(model)
     quantized, placed = _weights(model, state), _tensors(state, source, names)
     replaced, expected = dict[str, tuple[GgufType, Tensor]](), dict[str, Tensor]()

@@ -60,6 +60,7 @@ def right_padded(batch):
     ("perplexity", torch.zeros(2, 3, 4), torch.zeros(2, 3), r"got \(2, 3\)"),
     ("perplexity", torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.long), "the model must return logits"),
     ("perplexity", torch.zeros(2, 3, 4), torch.full((2, 3), -100), "perplexity: no token counts"),
+    ("perplexity", torch.zeros(2, 3, 4), torch.full((2, 3), 4), "the token id 4 is none of the 4 numbers"),
     ("kl", torch.zeros(2, 3, 4), torch.full((2, 3), -100), "kl: no token counts"),
     ("kl", torch.zeros(2, 4), None, "the model must return logits"),
 ])

@@ -245,3 +245,21 @@ def test_weights_that_blocks_do_not_divide_are_counted_in_parameters():
     {"match": {"path": "0"}, "weight": "float"}]}}, {"weight_bits": None}])
 def test_what_a_rule_leaves_in_float_is_no_news(settings):
     assert said(layers(100, 160, 64), torch.randn(2, 100), **settings) == []
+
+
+@pytest.mark.medium
+def test_a_tied_weight_that_a_rule_leaves_in_float_for_one_reader_is_told():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids):
+            return self.head(self.words(ids))
+
+    config = {"version": 1, "defaults": {"activation": "float"}, "rules": [
+        {"match": {"path": "*"}, "weight": "float", "optional": True},
+        {"match": {"op": "linear"}, "weight": "quantized"}]}
+    with pytest.warns(UserWarning, match=r"head.weight is quantized for words too.* says float \(rules\[0\]\)"):
+        qtk.QuantSim(Tied().eval(), torch.zeros(2, 3, dtype=torch.long), config=config)

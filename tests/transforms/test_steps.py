@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.transforms.steps import RemoveParameters, ScaleParameter, is_transformed, make, steps_of
+from qtk.transforms.steps import RemoveParameters, ScaleParameter, is_transformed, make, op_changes, steps_of
 
 
 def prepared():
@@ -22,7 +22,10 @@ def test_steps_are_made_in_order_and_remembered():
     assert torch.equal(model.get_parameter("0.weight"), (before.double() * factor).float() * 4)
     assert torch.equal(weight, before)  # another model may hold it
     assert steps_of(model) == tuple(steps)
-    assert [step.parameter for step in steps_of(copy.deepcopy(model))] == ["0.weight", "0.weight"]
+    assert op_changes(model) == []
+    make(model, [RemoveParameters(()), RemoveParameters(())])
+    assert op_changes(model) == ["RemoveParameters"]
+    assert [step.parameter for step in steps_of(copy.deepcopy(model))[:2]] == ["0.weight", "0.weight"]
 
 
 def test_a_model_without_steps_is_told_from_one_that_was_not_transformed():

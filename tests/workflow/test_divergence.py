@@ -74,7 +74,8 @@ def test_the_first_token_that_is_nan_stays_the_worst():
     broken[0, 1] = torch.nan
     ids = torch.zeros(1, 2, dtype=torch.long)
     other = torch.arange(8.0).reshape(1, 2, 4)
-    found = _divergence([(logits, other, ids), (logits, broken, ids), (logits, other, ids), (logits, broken, ids)], None)
+    outputs = [other, broken, other, broken]
+    found = _divergence([(logits, output, ids) for output in outputs], None)
     assert math.isnan(found.mean)
     assert math.isnan(found.worst)
     assert found.worst_at == (1, 0, 1)

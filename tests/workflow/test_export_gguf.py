@@ -7,6 +7,7 @@ import torch
 
 import qtk
 from qtk.errors import CheckError, ExportError
+from qtk.transforms.steps import STEPS, RemoveParameters
 from qtk.workflow.export_gguf import _is_stored, _order
 from tests.export.gguf_template import LlamaLike, as_llama_cpp, write_template
 
@@ -143,10 +144,15 @@ def test_a_tied_weight_has_one_form(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_simulation_that_no_file_can_be(tmp_path):
+def test_a_simulation_that_no_file_can_be(tmp_path, monkeypatch):
     write_template(LlamaLike(), tmp_path / "float.gguf")
     sim = simulated()
     sim.quantizers["lm_head.weight"].mode = qtk.Mode.BYPASS
+    with monkeypatch.context() as patch:
+        patch.setitem(sim.model.meta, STEPS, (RemoveParameters(()),))
+        patch.setattr(sim.quantizers["lm_head.weight"], "mode", qtk.Mode.SIMULATE)
+        with pytest.raises(ExportError, match=r"changed the ops of the model \(RemoveParameters\)"):
+            qtk.export_gguf(sim, tmp_path / "out.gguf", template=tmp_path / "float.gguf")
     with pytest.raises(CheckError, match="passes values through"):
         qtk.export_gguf(sim, tmp_path / "out.gguf", template=tmp_path / "float.gguf")
 

@@ -99,7 +99,8 @@ def read(folder: Path) -> dict[str, ReadLayer]:
         for name, tensor in tensors.items():
             path, _, end = name.rpartition(".")
             by_path.setdefault(path, {})[end] = tensor
-        return {path: _read(own, _scheme(path, list(schemes.values()))) for path, own in by_path.items() if "weight_scale" in own}
+        return {path: _read(own, _scheme(path, list(schemes.values()))) for path, own in by_path.items()
+                if "weight_scale" in own}
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
 
