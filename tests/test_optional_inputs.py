@@ -144,7 +144,7 @@ def test_the_plan_is_that_of_the_example_inputs(all_kinds):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "other"), [("labels", PLAIN), ("mask and labels", PLAIN), ("mask", KINDS["labels"])])
 def test_either_may_come_first(first, other):
     """Calibrated by calls without labels, trained by calls with."""
@@ -188,6 +188,7 @@ def test_gradients_are_those_of_the_loss_outside():
         assert torch.equal(parameter.grad, other[name].grad), name
 
 
+@pytest.mark.slow
 def test_compare_and_block_view(all_kinds):
     errors = all_kinds.compare([PLAIN, KINDS["mask"], KINDS["mask and labels"]], progress=False)
     assert {error.site for error in errors} <= set(all_kinds.quantizers)

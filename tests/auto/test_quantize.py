@@ -72,7 +72,7 @@ def test_the_metric_decides_where_there_is_one():
     assert calls[0] is not sim.model
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sites_that_lose_most_are_left_precise_at_last():
     """A layer whose weights 2 bits ruin, in a target that has 16 bits, and in one that leaves sites in float."""
     config = {"version": 1, "rules": [{"match": {"path": "3"}, "weight": {"bits": 2}}]}
@@ -245,7 +245,7 @@ def test_time_is_limited():
     assert "the time is over" in account.end
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pairs_go_through_forward_everywhere():
     pairs = [(batch, 0) for batch in BATCHES]
     sim, _ = qtk.quantize(model(50.0), pairs, weight_bits=4, activation_bits=4, max_drop=0.0,

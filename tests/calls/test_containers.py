@@ -114,6 +114,7 @@ def decoder():
     return model, qtk.prepare_model(model, {"ids": words(2, 7)}, variants=[step], dynamic_shapes="all"), step
 
 
+@pytest.mark.medium
 def test_a_model_that_returns_a_cache_is_one_graph(decoder):
     model, prepared, _ = decoder
     assert (prepared.report.rung, prepared.report.eval_difference) == ("export", 0)

@@ -132,6 +132,7 @@ def test_every_weight_in_an_island_is_per_channel_under_its_full_name(name):
         assert torch.allclose(sim.encodings()[site].scale, weight.detach().abs().flatten(1).amax(1) / 127, rtol=0.01)
 
 
+@pytest.mark.sample(4)
 @every_model
 def test_sites_are_named_by_the_path_in_the_whole_model(name):
     modules = dict(pair(name)[0].named_modules(remove_duplicate=False))

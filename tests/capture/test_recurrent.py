@@ -110,7 +110,7 @@ def test_every_weight_is_quantized_per_channel_and_every_step_hands_out_codes(ki
         assert float((codes - codes.round()).abs().max()) < 1e-3
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("kind", "option"), [(nn.LSTM, "both_ways"), (nn.LSTM, "projected"), (nn.GRU, "without_bias")])
 def test_both_directions_of_a_layer_share_the_encoding_of_what_they_hand_out(kind, option):

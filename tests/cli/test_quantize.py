@@ -258,7 +258,7 @@ def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "build_model", lambda *args, **options: pytest.fail("a model was built"))
     data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:evaluation"}

@@ -107,6 +107,7 @@ def test_dynamic_inside_quantizes_weights_and_what_products_read():
     assert reasons["lstm.l0.cell.gates:out"] == "inside is dynamic by rules[0]"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("net", "x", "defaults", "missing"), [
     (nn.GRU(4, 3), X, INT8, "gru"), (nn.LSTM(4, 3, proj_size=2), X, INT8, "projected states"),

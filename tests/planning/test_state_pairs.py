@@ -73,6 +73,7 @@ def test_an_input_of_another_width_takes_that_of_its_output_with_all_that_share_
     assert all(decided.leader is None or plan[decided.leader].leader is None for decided in plan.values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("name", "site", "leader"), [
     ("cached_conv", "past:input", "concat:out"),
@@ -235,6 +236,7 @@ def returned_by(write, length, output):
 AXIS = {"granularity": "per_channel", "axis": 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("output", [
     {"bits": 8}, {"bits": 8, "symmetric": True, **AXIS}, {"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3", **AXIS},

@@ -77,7 +77,7 @@ def test_weights_behind_pooled_codes_are_named(tmp_path):
     assert sorted(saturating_weights(tmp_path / "out" / "model.onnx")) == ["0.weight", "3.weight"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
     conv = nn.Conv2d(2, 1, (1, 2), bias=False)
     for weight, saturates in (([[100, 1], [1, 100]], False), ([[100, 1], [100, 1]], True)):

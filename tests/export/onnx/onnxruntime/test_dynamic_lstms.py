@@ -162,7 +162,7 @@ def test_one_scale_and_no_biases(options, tmp_path):
         assert sqnr_db(found, ours.numpy()) > 110
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "weights"), [("onnxruntime", 0), ("onnxruntime_vnni", 2)])
 def test_weights_whose_sums_can_saturate_are_named(config, weights, tmp_path):
     exported(nn.LSTM(I, H), (torch.randn(T, N, I),), tmp_path / "out", config)

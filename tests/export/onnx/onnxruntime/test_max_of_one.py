@@ -234,6 +234,7 @@ def deployed(folder, *, symmetric=True):
     return expected, torch.from_numpy(got), kinds
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_scales_of_heads_are_not_taken_for_scales_of_columns(symmetric, tmp_path):
