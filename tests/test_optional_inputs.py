@@ -240,7 +240,7 @@ def test_files_are_those_of_the_example_inputs(tmp_path):
         sim.verify_export(tmp_path / "both", [KINDS["labels"]], turns=0, progress=False)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layerwise_methods_see_all_kinds():
     sim = simulation(others=[KINDS["labels"]], weight_bits=4)
     before = {name: encoding.scale for name, encoding in sim.encodings().items()}
@@ -293,7 +293,7 @@ def test_trainers_read_the_signature_of_the_original(all_kinds):
         assert read.parameters["labels"].default is None
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_call_of_another_kind_says_what_to_add():
     sim = simulation(others=[KINDS["labels"]])
     with pytest.raises(CaptureError, match=r"(?s)no graph serves .*input attention_mask .*variants of qtk"):

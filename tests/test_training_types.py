@@ -348,7 +348,7 @@ def on_a_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_converted_batch_norms_see_the_batches_of_all_ranks():
     fresh.run_ranks(on_a_rank, 2)
 

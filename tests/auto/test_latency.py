@@ -69,7 +69,7 @@ def test_widths_of_data_and_weight_are_set_apart(measured):
     assert [kinds.count("DequantizeLinear") for kinds, _ in measured] == [2, 2, 3]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_steps_of_a_loop_take_their_time_each(measured):
     pytest.importorskip("onnxruntime")
     sim, products = products_of(nn.LSTM(3, 5, batch_first=True), torch.randn(2, 7, 3), "default")
@@ -77,7 +77,7 @@ def test_steps_of_a_loop_take_their_time_each(measured):
     assert OpLatencies(sim.config).ms(inside, 8, 8) == 7.0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_turns")
 def test_the_runtime_takes_some_time():
     pytest.importorskip("onnxruntime")

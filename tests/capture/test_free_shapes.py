@@ -38,6 +38,7 @@ class HeldStates(Streaming):
         return super().forward(x, h, c)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("batch", [16, 5, 2, 1])  # 16 is the width of the states, 2 their layers
 def test_the_batch_is_found_on_another_axis_of_the_states(batch):

@@ -163,7 +163,7 @@ def models(digits, pytestconfig):
     return found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_arguments_the_digits_keep_their_accuracy(models):
     for model, settings in models.items():
         assert settings["fp32"]["top1"] >= FLOORS[model]
@@ -176,7 +176,7 @@ def test_without_arguments_the_digits_keep_their_accuracy(models):
             assert abs(settings[name]["onnxruntime_top1"] - settings[name]["top1"]) <= 0.005
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_arguments_table_and_files_are_there(digits, models):
     folder, printed = digits
     assert "ONNX Runtime top-1" in printed

@@ -29,6 +29,7 @@ from qtk.config.shipped import shipped_names
 from tests.docs import qat_programs
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
 from tests.docs.short_digits import digits_of
+from tests.zoo.prepared import slow_but
 
 AROUND = {"qat.md": qat_programs.PROGRAMS}
 """Pages whose blocks are parts of programs: for each block what it takes from around it, and what it must have done."""
@@ -37,6 +38,9 @@ RUNNABLE = {"python", "sh", "yaml"}
 COMMAND = typer.main.get_command(app)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WITH_PYTHON = [name for name in PAGES if blocks(page(name), "python")]
+LONG = {"accuracy.md", "bert.md", "ranges.md", "vit.md"}
+"""Pages that take 5 seconds or more; what they call is called by other pages too."""
+
 WITH_YAML = [name for name in PAGES if blocks(page(name), "yaml")]
 
 
@@ -78,7 +82,7 @@ def parse(arguments: list[str]) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", WITH_PYTHON)
+@pytest.mark.parametrize("name", slow_but(WITH_PYTHON, *(name for name in WITH_PYTHON if name not in LONG)))
 def test_the_python_blocks_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:

@@ -31,7 +31,7 @@ def test_each_file_computes_what_its_island_computes(name, tmp_path):
         assert island.exact.max_difference <= (0.0 if quantized else ROUNDING)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_expert_that_saw_no_token_in_the_example_exports_too(tmp_path):
     entry = PYTHON["experts"]
     sim = qtk.QuantSim(entry.model(), torch.ones(1, 1, 8))

@@ -289,6 +289,7 @@ def test_inputs_that_torch_cannot_save_are_named(tmp_path):
         sim.export(tmp_path / "export", formats="pt2e")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["streams", "average", pytest.param("key_value_cache", marks=pytest.mark.slow)])
 def test_buffers_that_forward_writes_are_written_by_the_program_call_after_call(name, tmp_path):

@@ -124,7 +124,7 @@ def test_an_export_is_the_old_or_the_new_one(count, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_layer_wise_run_goes_on_and_ends_as_if_it_had_not_been_killed(count, tmp_path):
     whole = sim(weight_bits=4)

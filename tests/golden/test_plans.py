@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_the_plan_is_the_approved_one(name, config):

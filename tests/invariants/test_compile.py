@@ -43,7 +43,7 @@ def test_inductor_trains_the_simulation(name):
     torch.compiler.reset()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "mode"), [
     ("inductor", "learned"), ("aot_eager", "fixed"), ("aot_eager", "tracked"),

@@ -179,7 +179,7 @@ class Islands(nn.Module):
         return self.last(self.experts(self.first(x))), Memo()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_model_that_stays_python_has_the_same_search_and_says_what_it_cannot_correct():
     torch.manual_seed(0)
     model, mix = Islands().eval(), torch.randn(16, 16) * torch.logspace(0, -1, 16)

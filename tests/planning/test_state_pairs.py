@@ -114,6 +114,7 @@ def calibrated_memory(example, variant):
 READS, WRITES = (lambda x: (x[0],)), (lambda x: (x[0], x[0]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("example", "variant"), [(READS, WRITES), (WRITES, READS)])
 def test_a_buffer_that_one_kind_of_call_writes_is_a_state_of_the_other(example, variant):

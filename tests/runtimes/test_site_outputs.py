@@ -74,7 +74,7 @@ def test_codes_of_other_widths_are_returned_in_the_type_that_holds_them(width, t
     assert torch.equal(sites[-1].stored(reals), torch.from_numpy(values[sites[-1].name].astype("int32")))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sites_in_the_body_of_a_loop_are_counted(tmp_path):
     class Net(nn.Module):
         def __init__(self):

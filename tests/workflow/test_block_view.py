@@ -139,7 +139,7 @@ def test_an_optimizer_of_either_trains_both():
     assert torch.equal(view(x), sim.model(x))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_hooks_on_blocks_fire_once_with_what_enters_and_leaves():
     sim, x, calls = vit(), torch.randn(BATCH, 1, 8, 8), []
     view = qtk.block_view(sim, "blocks.*", checkpoint=True)
@@ -333,7 +333,7 @@ def test_ranges_that_become_learned_are_learned_in_the_view():
     assert same(seen, expected)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranges_that_follow_their_batches_follow_each_once(compiled):
     """A second computation quantizes with the ranges of the first, and moves none."""

@@ -55,7 +55,7 @@ def test_per_tensor_weights_lose_less() -> None:
     assert errors[1] < errors[0] / 3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_trained_net_with_unequal_channels_is_as_good_as_in_float() -> None:
     """Per tensor in 8 bits it loses more than half of its accuracy, equalized less than half a point."""
     net, generator = build("digits_cnn"), torch.Generator().manual_seed(0)

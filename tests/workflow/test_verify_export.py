@@ -432,7 +432,7 @@ def test_padding_has_no_part_in_the_verdict(tmp_path):
         sim.verify_export(tmp_path / "out", [batch], turns=0, progress=False, valid="other")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path, monkeypatch):
     batches = frames("recurrent", 8)
     sim = qtk.QuantSim(stream("recurrent"), batches[0], config="onnxruntime")

@@ -39,6 +39,7 @@ class StatesAsGiven(packed.Net):
         return self.head(pad_packed_sequence(back, batch_first=True)[0]), x.sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "sorts"), [
     (OrderIsRead, 1), (Reordered, 1), (StatesAsGiven, 1), pytest.param(packed.ToLongest, 0, marks=pytest.mark.slow),

@@ -157,7 +157,7 @@ def test_the_state_of_a_recurrent_net_is_quantized_on_its_way_out(tmp_path):
     assert states[0].dtype == np.uint8
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_has_no_codes_is_refused(tmp_path):
     floats = simulation(concat="float", input="float")
     with pytest.raises(ExportError, match=r"state past:input has no codes .* quantize it by a rule"):

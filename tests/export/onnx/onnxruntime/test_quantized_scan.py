@@ -98,7 +98,7 @@ def test_states_off_the_grid_stay_float(tmp_path):
     assert np.abs(run_onnx(path, x)[0] - run_simulation(sim.model, x)[0]).max() < 1e-6
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_states_that_are_inputs_stay_float(tmp_path):
     given, path = (torch.randn(5, 2, I), torch.randn(1, 2, H), torch.randn(1, 2, H)), tmp_path / "model.onnx"
     sim = quantized(Net(), *given)
