@@ -126,7 +126,7 @@ class ChannelScales:
             the bounds in ``clamps`` are multiplied by its factor too.
         inputs: every data input of a weighted op, in graph order, of all graphs.
         outputs: every parameter along whose output axis factors can be absorbed.
-        clamps: every clamp that hands on factors.
+        clamps: every clamp that passes factors on.
         values: op → the classes of the elements of the value it makes, −1 where their factor must be 1; of length 1
             along axes where they do not vary. Ops all of whose elements are pinned are left out.
         added: parameter → the classes of its elements, of the parameters that are added: biases, position embeddings.
@@ -221,7 +221,7 @@ class ChannelScales:
 
 
 def _carry_one(classes: ChannelClasses, a: Tensor, b: Tensor, product: Tensor) -> None:
-    """Lets one factor of a product hand on its factors: the one that is free, the first if both are."""
+    """Propagates the channel factors of one factor of a product: the one that is free, the first if both are."""
     representatives = classes.representatives()
     sides = [representatives[side.long()] for side in (a, b)]
     free = [side[side > PINNED].unique() for side in sides]  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 With scale = γ / √(running variance + eps), per output channel, folding makes of them one layer with the weight
 ``weight · scale`` and the bias ``bias · scale + β - running mean · scale``. Its quantizers see these two while the
 batch norm is live too (Jacob et al., arXiv:1712.05877, §3.2; Krishnamoorthi, arXiv:1806.08342, §3.2.2). In eval mode
-the layer computes with them, and the batch norm hands on its input: the folded layer, bit for bit. In train mode the
+the layer computes with them, and the batch norm returns its input: the folded layer, bit for bit. In train mode the
 quantized weight is divided by the scale again, and the batch norm normalises by the statistics of the batch: those of
 the layer with this weight. The scale follows the running statistics, not the batch, so that codes do not change from
 one batch to the next.

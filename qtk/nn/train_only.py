@@ -9,11 +9,11 @@ from qtk.torch_private import has_hooks
 DROPOUTS = frozenset((
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 ))
-"""torch's own, which are known to hand on their input in eval mode."""
+"""torch's own, which are known to return their input in eval mode."""
 
 
 def train_only(x: Tensor, module: nn.Module, writes: bool) -> Tensor:
-    """``module(x)``, where ``module`` hands on its input in eval mode.
+    """``module(x)``, where ``module`` returns its input in eval mode.
 
     >>> import torch
     >>> train_only(torch.ones(2), nn.Dropout(0.5).eval(), False)

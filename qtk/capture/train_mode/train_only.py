@@ -1,6 +1,6 @@
 """Modules that act in train mode only: recognised by what they do, and shown to tracers as one op.
 
-A module is train-only if it hands on its input in eval mode, itself and unchanged, without calling another module, and
+A module is train-only if it returns its input in eval mode, itself and unchanged, without calling another module, and
 something else in train mode: dropout, stochastic depth, a user's own noise. Capture in eval mode would see nothing of
 it; instead its call becomes one node, and it stays in the prepared model as it is.
 """
