@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
+from unittest import mock  # torch has loaded it
 
 import torch
 from torch import Tensor, fx, nn
@@ -301,8 +302,7 @@ def has_length_hint(length: int | torch.SymInt) -> bool:
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` is tracing; the public function of torch 2.11 is true of ``torch.compile`` as well."""
-    exporting: bool = torch.compiler._is_exporting_flag
-    return exporting
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def is_in_onnx_export() -> bool:
@@ -315,26 +315,26 @@ def is_in_onnx_export() -> bool:
 def onnx_translations_kept() -> Iterator[None]:
     """Lets ``torch.onnx.export`` reuse its registry of translations, which each call otherwise parses from source.
 
-    Does nothing with a torch that has moved the registry.
+    Operators are listed once too, not once a namespace. Does nothing with a torch that has moved one of the names.
     """
-    registry = _onnx_registry()
+    registry, tools = _onnx_registry(), sys.modules.get("torch._export.utils")
     from_torchlib = getattr(registry, "__dict__", {}).get("from_torchlib")
-    if not isinstance(from_torchlib, classmethod):
+    list_operators = getattr(tools, "_materialize_cpp_cia_ops", None)
+    if not isinstance(from_torchlib, classmethod) or list_operators is None:
         yield
         return
     kept = functools.partial(_onnx_translations, from_torchlib.__func__)
-    registry.from_torchlib = staticmethod(lambda **opset: _copied(kept(**opset)))
-    try:
+    with (
+        mock.patch.object(registry, "from_torchlib", staticmethod(lambda **opset: _copied(kept(**opset)))),
+        mock.patch.object(tools, "_materialize_cpp_cia_ops", functools.cache(list_operators)),
+    ):
         yield
-    finally:
-        registry.from_torchlib = from_torchlib
 
 
 def _onnx_registry() -> Any:
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         return importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-    except (ImportError, AttributeError):
-        return None
+    return None
 
 
 @functools.cache

@@ -483,16 +483,19 @@ def test_onnx_translations_kept_are_what_each_call_would_parse(monkeypatch):
     apis = importlib.import_module(registration.onnxscript_apis._name)
     parsed, parse = [], apis.get_torchlib_ops
     monkeypatch.setattr(apis, "get_torchlib_ops", lambda: parsed.append(1) or parse())
+    listed, tools = [], importlib.import_module("torch._export.utils")
+    monkeypatch.setattr(tools, "_materialize_cpp_cia_ops", lambda: listed.append(1))
     expected = registration.ONNXRegistry.from_torchlib(opset_version=21).functions
     torch_private._onnx_translations.cache_clear()
     for _ in range(2):
         with onnx_translations_kept():
             kept = registration.ONNXRegistry().from_torchlib(opset_version=21)
+            tools._collect_all_valid_cia_ops()
         assert kept.opset_version == 21
         assert {op: [each.onnx_function for each in found] for op, found in kept.functions.items()} == {
             op: [each.onnx_function for each in found] for op, found in expected.items()}
         kept.functions.popitem()[1].clear()  # as a table of translations for one export changes it
-    assert len(parsed) == 2
+    assert len(parsed) == len(listed) == 2
     registration.ONNXRegistry.from_torchlib(opset_version=21)
     assert len(parsed) == 3
 
