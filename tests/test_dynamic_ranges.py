@@ -58,7 +58,7 @@ def test_the_simulation_is_the_formula_at_every_site(net, x):
         assert torch.equal(sim.model(x), value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_shipped_target_quantizes_linear_layers_alone(x):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()

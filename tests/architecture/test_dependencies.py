@@ -52,7 +52,7 @@ def test_what_is_imported_is_declared_and_the_reverse() -> None:
     assert imported(MODULES) - WITH_TORCH | BY_NAME | LOWERINGS == declared(PROJECT)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_planted_import_is_found() -> None:
     planted = {**MODULES, "qtk.a": ("a.py", "def f():\n    import matplotlib.pyplot")}
     assert imported(planted) - imported(MODULES) == {"matplotlib"}

@@ -143,6 +143,7 @@ def test_sites_are_named_by_the_path_in_the_whole_model(name):
     assert len({site.name for site in simulated(name).plan}) == len(simulated(name).plan)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @every_model
 def test_a_simulation_is_read_back_and_copied_whole_and_apart(name, tmp_path):

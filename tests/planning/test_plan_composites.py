@@ -62,7 +62,7 @@ def test_float_inside_quantizes_inputs_weights_and_outputs_alone():
     assert reasons["lstm.l0.cell.hidden:out"] == "inside is float by rules[0]"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_later_rule_quantizes_the_inside_again():
     rules = [INSIDE, {"match": {"path": "lstm"}, "inside": "quantized"}]
     plain, again = (by_name(plan_of(Tagger(bidirectional=True), X, {**BARE, "rules": r})) for r in ([], rules))

@@ -270,7 +270,7 @@ def test_a_block_called_several_times_reads_its_own_parameters_each_time(recompu
     assert int(view.state_dict()["block.1.num_batches_tracked"]) == 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_view_follows_calibration_that_drops_sites_and_transforms_that_rewrite():
     entry = ZOO["fused_attention"]
     sim = qtk.QuantSim(entry.model(), entry.inputs())

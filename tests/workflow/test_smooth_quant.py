@@ -123,7 +123,7 @@ def simulated(model, digits, smooth):
     return top1(sim.model, split.test_images, split.test_labels), db
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_digits_vit_with_outliers_is_accurate_again(digits):
     model = with_outliers(build("digits_vit"))
     plain, smooth = simulated(model, digits, False), simulated(model, digits, True)

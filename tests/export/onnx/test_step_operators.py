@@ -98,7 +98,7 @@ def test_without_a_runtime_the_file_holds_standard_operators(tmp_path):
     assert_computed(sim, (X,), tmp_path / "out" / "model.onnx", least_db=30)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_weight_that_is_left_in_float_leaves_no_operator_with_codes(tmp_path):
     sim = exported(nn.LSTM(I, H), (X,), tmp_path / "first")
     sim.quantizers["weight_hh_l0"].mode = qtk.Mode.BYPASS

@@ -71,7 +71,7 @@ def test_codes_are_joined_without_floats_between(name, tmp_path, monkeypatch):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_file_still_holds_the_sites_of_the_edges(name, tmp_path):

@@ -175,7 +175,7 @@ def test_the_orders_of_the_gates_are_inverse():
     assert "".join(operator_gates[each] for each in TORCH_GATES) == torch_gates
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_the_rewrite_the_file_is_no_onnx(tmp_path, monkeypatch):
     leave_out(monkeypatch, "write_dynamic_lstms")
     with pytest.raises(qtk.errors.ExportError, match="DynamicLSTM"):

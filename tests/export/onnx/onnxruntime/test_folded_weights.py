@@ -58,7 +58,7 @@ def test_an_embedding_dequantizes_no_table_at_run_time(tmp_path):
     assert not _dequantized_constants(tmp_path / "out" / "optimized.onnx")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_it_weights_are_dequantized_at_every_run(tmp_path, monkeypatch):
     leave_out(monkeypatch, "dequantize_when_loaded")
     exported(First(nn.LSTM(8, 16)), X, tmp_path / "out", config=FLOAT)

@@ -54,7 +54,7 @@ def test_the_product_behind_runs_in_integers(name, tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Split", "Pad", "class token", "MaxPool"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     leave_out(monkeypatch, "move_codes")

@@ -49,7 +49,7 @@ def test_the_mean_of_an_image_is_pooled_in_integers(name, tmp_path):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_it_the_mean_is_float(tmp_path, monkeypatch):
     leave_out(monkeypatch, "pool_codes")
     exported(Pooled(MEANS["mean"]), X, tmp_path / "out")

@@ -120,7 +120,7 @@ def test_outputs_keep_their_names(tmp_path):
     assert not codes & set(outputs)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_value_changes(tmp_path, monkeypatch):
     torch.manual_seed(1)
     x = torch.randn(6, 4, I)
