@@ -7,7 +7,7 @@ from qtk.errors import CaptureError
 from qtk.public import public
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import TransformResult
-from qtk.workflow.rewrite import Rewritable, refuse_kept, rewrite_simulation
+from qtk.transforms.rewrite import Rewritable, refuse_kept, rewrite_simulation
 
 
 @public

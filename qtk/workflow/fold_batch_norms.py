@@ -10,8 +10,8 @@ from qtk.public import public
 from qtk.transforms import fold_batch_norms as transform
 from qtk.transforms.keep_batch_norms import fold_kept, is_kept
 from qtk.transforms.result import TransformResult
+from qtk.transforms.rewrite import Rewritable, rewrite_simulation
 from qtk.transforms.snapshot import unchanged_on_error
-from qtk.workflow.rewrite import Rewritable, rewrite_simulation
 
 
 @public

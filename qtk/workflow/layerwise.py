@@ -29,7 +29,7 @@ from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
-from qtk.workflow.rewrite import refuse_kept
+from qtk.transforms.rewrite import refuse_kept
 
 LEFT = 0.1
 """Share of the parameters left as they are from which a warning is due."""

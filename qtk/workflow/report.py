@@ -11,7 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from qtk.analysis.compare import compare
+from qtk.analysis.drift import drift
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
+from qtk.analysis.sensitivity import sensitivity as measure_sensitivity
 from qtk.atomic import write_file
 from qtk.calls.states import states_of
 from qtk.core.encoding import Encoding
@@ -28,9 +31,6 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.account import Account
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
 from qtk.report.svg import Histogram
-from qtk.workflow.compare import compare
-from qtk.workflow.drift import drift
-from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
 
 T = TypeVar("T")
 

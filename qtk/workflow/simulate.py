@@ -1,19 +1,23 @@
-"""Makes the simulation of a ``QuantSim``: prepares the model, plans it and inserts the quantizers."""
+"""Makes the simulation of a ``QuantSim`` by its settings: prepares the model, plans it and inserts the quantizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 
 from qtk.calibrators.scheme import calibrator
 from qtk.calls.calls import Call
 from qtk.calls.inputs import split_inputs
-from qtk.calls.states import set_states
+from qtk.calls.states import set_states, states_of
 from qtk.capture.exclusion import exclude_paths
+from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.prepared_model import PreparedModel
+from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.plan import QuantPlan
+from qtk.core.width import Width, width_from_json, width_to_json
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
@@ -22,7 +26,19 @@ from qtk.quantizers.quantizer import Mode
 from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
 from qtk.workflow.prepare import ExampleInputs, prepare_own
-from qtk.workflow.sim_settings import Settings
+
+WIDTHS = ("weight_bits", "activation_bits")
+
+
+class Settings(Protocol):
+    """What holds the settings of a simulation, as ``QuantSim``."""
+
+    scheme: str
+    weight_bits: Width
+    activation_bits: Width
+    config: QuantConfig
+    example_inputs: ExampleInputs
+    dynamic_shapes: DynamicShapes
 
 
 def simulate(
@@ -65,3 +81,23 @@ def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> Quan
         decided = plan(prepared, config, weight_bits=sim.weight_bits, activation_bits=sim.activation_bits,
                        scheme=sim.scheme, gone=gone)
     return pair_states(decided, prepared)
+
+
+def settings_to_json(sim: Settings, model: PreparedModel) -> dict[str, object]:
+    """The keyword arguments that ``QuantSim`` is to be called with again; explicit dynamic shapes are left out."""
+    shapes = sim.dynamic_shapes
+    return {
+        "scheme": sim.scheme, "config": sim.config.model_dump(mode="json", exclude_none=True),
+        **{name: width_to_json(getattr(sim, name)) for name in WIDTHS},
+        "dynamic_shapes": shapes if isinstance(shapes, str | None) else "batch", "states": states_of(model),
+    }
+
+
+def settings_from_json(stored: Mapping[str, object]) -> dict[str, Any]:
+    """The keyword arguments that ``settings_to_json`` wrote; older files have no config and no dynamic shapes.
+
+    Raises: EncodingError, ConfigError if a value is malformed.
+    """
+    arguments = {name: width_from_json(value) if name in WIDTHS else value for name, value in stored.items()}
+    config = load_config(stored.get("config", "default"))  # type: ignore[arg-type]
+    return {"dynamic_shapes": "batch", **arguments, "config": config}

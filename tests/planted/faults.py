@@ -96,7 +96,7 @@ FAULTS = (
     Fault("qtk/transforms/channel_scale_step.py", "if label(node, OWNER) == owner}", "if label(node, OWNER) != owner}"),
     Fault("qtk/channels/weight_rules.py", "added.view(shape) if per_channel else added)", "added.view(shape))"),
     Fault("qtk/calibration/calibrate.py", "slack = encoding.scale / 2", "slack = encoding.scale"),
-    Fault("qtk/workflow/dropped_sites.py", "except BaseException:", "except Exception:"),
+    Fault("qtk/workflow/compute_encodings.py", "except BaseException:", "except Exception:"),
     Fault("qtk/atomic.py", "if target.is_symlink() or (target.exists() and not target.is_dir()):",
           "if target.exists() and not target.is_dir():"),
 )
