@@ -33,13 +33,13 @@ from qtk.auto.widths import (
 )
 from qtk.calibration.calibrate import CalibrationData
 from qtk.config.schema import QuantConfig
+from qtk.core.plan import leaders
 from qtk.data.forward_pass import Batch, outputs, run_batch
 from qtk.data.sequences import Sequences
 from qtk.errors import CalibrationError
 from qtk.graph.footprint import footprint
 from qtk.graph.insert import drop_sites
 from qtk.layerwise.float_weights import FloatWeights
-from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.quantsim import QuantSim

@@ -16,8 +16,8 @@ from qtk.config.tensor_setting import TensorSetting
 from qtk.core.width import Width
 from qtk.data.forward_pass import Batch, Forward, run_batch
 from qtk.data.valid_tokens import Valid
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
 from qtk.quantsim import QuantSim
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs

@@ -15,7 +15,7 @@ from qtk.errors import CalibrationError
 from qtk.graph.graphs import entered
 from qtk.numerics.random_signs import random_signs
 from qtk.observers.weighted_histogram import WeightedHistogram
-from qtk.operators.op_table import is_product
+from qtk.operators.lookup import is_product
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import pytree
 

@@ -12,10 +12,9 @@ from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS
-from qtk.graph.module_stack import module_calls
 from qtk.graph.simulation import HasSimulation
 from qtk.graph.sites import prefixes
-from qtk.operators.targets import attribute, called_module
+from qtk.operators.targets import attribute, called_module, module_calls
 from qtk.public import public
 from qtk.registry import nearest
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.calibration.site_samples import SiteSamples
 from qtk.calibration.uneven_merges import uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
-from qtk.calibration.width_check import SiteSamples, warn_of_unheld
+from qtk.calibration.width_check import warn_of_unheld
 from qtk.config.load import precise_in
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
@@ -78,7 +79,8 @@ def compute_encodings(
         missing = {site: plan for site, plan in missing.items() if not plan.spec.dynamic}  # these have been watched
         sim.simulation, later = calibrate(sim.simulation, missing, data)
         samples |= later
-    warn_of_unheld(samples, sim.simulation)
+    if unheld := samples.unheld(sim.simulation):
+        warn_of_unheld(unheld)
     if sites is None:
         check(sim.simulation)
 

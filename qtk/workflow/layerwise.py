@@ -30,6 +30,7 @@ from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.rewrite import refuse_kept
+from qtk.transforms.steps import steps_of
 
 LEFT = 0.1
 """Share of the parameters left as they are from which a warning is due."""
@@ -107,7 +108,8 @@ def apply_layerwise(
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
     start, simulation = options.start, sim.simulation
     goes_on = start == "present" or (start is None and all(each.needs_bias for each in resolved))
-    refuse_kept(sim)
+    if steps_of(simulation.model):
+        refuse_kept(sim)
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
     with ExitStack() as stack:
         for context in contexts:

@@ -17,7 +17,7 @@ from qtk.aimet.named_encodings import site_shapes
 from qtk.aimet.tensor_names import tensor_names
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor, Shape
-from qtk.core.plan import QuantPlan
+from qtk.core.plan import QuantPlan, leaders
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
@@ -28,7 +28,6 @@ from qtk.graph.insert import drop_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, edge_site, label, ports
 from qtk.nn.device import device_of
-from qtk.planning.selection import leaders
 from qtk.public import public
 from qtk.registry import did_you_mean
 

@@ -16,12 +16,12 @@ from qtk.analysis.drift import drift
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.analysis.sensitivity import sensitivity as measure_sensitivity
 from qtk.atomic import write_file
-from qtk.calls.states import states_of
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ExportError
+from qtk.graph.graphs import states_of
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights

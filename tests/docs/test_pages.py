@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import qtk
 from qtk.cli.app import app
 from qtk.cli.recipe import load_recipe
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
-from qtk.config.shipped import shipped_names
 from tests.docs import qat_programs
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
 from tests.docs.short_digits import digits_of

@@ -54,7 +54,7 @@ FAULTS = (
           '"block_size": None} | changes'),
     Fault("qtk/config/aimet.py", 'return "float"\n        return {"bits": BIAS_BITS',
           'return None\n        return {"bits": BIAS_BITS'),
-    Fault("qtk/core/transfer.py", "copy=True).reshape(", "copy=False).reshape("),
+    Fault("qtk/core/encoding.py", "copy=True).reshape(", "copy=False).reshape("),
     Fault("qtk/demo/train.py", "if arguments.validate:", "if not arguments.validate:"),
     Fault("qtk/export/onnx/onnxruntime/pooled_codes.py",
           "reader.op_type in (\"Reshape\", \"Squeeze\", \"Identity\") and",
