@@ -18,13 +18,12 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
-from qtk.core.settled import Settled
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.data.forward_pass import Batch, Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import Simulation
-from qtk.public import public
+from qtk.public import Settled, public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.account import Account
 from qtk.workflow.prepare import ExampleInputs

@@ -26,6 +26,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def not_trained(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter of ``model`` asks for a gradient, so that backward passes are of its values alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 _LOCK = threading.Lock()
 _users = 0
 _enabled_before = True

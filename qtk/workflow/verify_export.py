@@ -94,18 +94,22 @@ def verify_export(
             with tokens.listening():
                 run_all(deployed.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                         progress=progress)
-            if not any(witness.is_called for witness in witnesses):
-                names = ", ".join(name for witness in witnesses for name in input_names(witness.graph))
-                raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
+            _refuse_other_calls(witnesses)
             for witness in witnesses:
                 witness.stop()
                 if latency.turns:
                     witness.measure(latency, progress=progress)
-            tokens.warn_of_unfollowed({
-                quantizer: site.name for site, quantizer in deployed.quantizers.items() if not quantizer.static
-            })
+            tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in deployed.quantizers.items()
+                                       if not quantizer.static})
             verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
             return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
+
+
+def _refuse_other_calls(witnesses: Sequence[_Witness]) -> None:
+    """Raises: CalibrationError if no batch was a call of the exported kind."""
+    if not any(witness.is_called for witness in witnesses):
+        names = ", ".join(name for witness in witnesses for name in input_names(witness.graph))
+        raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from yaml.scanner import Scanner
 
-from qtk.config import shipped as module
+from qtk.config import files as module
 from qtk.config.files import read_file, shipped, shipped_names
 from qtk.config.load import load_config
 from qtk.errors import ConfigError
