@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
@@ -50,6 +52,11 @@ def _is_below(path: str, other: str) -> bool:
     if not other:
         return not (path == other or path.startswith("@"))
     return path.startswith(f"{other}.")
+
+
+def meta_of(model: nn.Module) -> dict[str, Any]:
+    """What is noted about a prepared model; empty of another module."""
+    return vars(model).get("meta") or {}
 
 
 STATES = "qtk_states"

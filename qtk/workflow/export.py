@@ -37,13 +37,13 @@ from qtk.export import encodings_json, pt2e
 from qtk.export.file_signature import file_stem
 from qtk.export.simulated_sites import compare_encodings
 from qtk.export.site_roles import parameter_roles
-from qtk.graph.graphs import roots, states_of
+from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
-from qtk.transforms.steps import op_changes, steps_of
+from qtk.transforms.steps import STEPS, op_changes
 from qtk.workflow.check import check
 
 ENCODINGS_FILE = "encodings.json"
@@ -138,7 +138,7 @@ def export(
             raise ExportError(f"{name}={shown} has no effect on the formats {', '.join(exporters)}; add {format!r} or "
                               f"leave {name} out")
     check(simulation)
-    folding = folded(simulation) if steps_of(simulation.model) else contextlib.nullcontext(simulation)
+    folding = folded(simulation) if STEPS in meta_of(simulation.model) else contextlib.nullcontext(simulation)
     with TRACING, staged_directory(directory, force=force) as folder, folding as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)

@@ -30,7 +30,7 @@ from qtk.planning.state_pairs import pair_states
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.keep_batch_norms import BATCH_NORM, as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
-from qtk.transforms.steps import steps_of
+from qtk.transforms.steps import STEPS
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 
 WIDTHS = ("weight_bits", "activation_bits")
@@ -86,7 +86,8 @@ def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> Quan
 
     Raises: ConfigError, SpecError for unfit settings.
     """
-    folding: AbstractContextManager[dict[Site, str]] = as_folded(prepared) if steps_of(prepared) else nullcontext({})
+    folding: AbstractContextManager[dict[Site, str]] = (
+        as_folded(prepared) if STEPS in prepared.meta else nullcontext({}))
     with folding as gone:
         decided = plan(prepared, config, weight_bits=sim.weight_bits, activation_bits=sim.activation_bits,
                        scheme=sim.scheme, gone=gone)
