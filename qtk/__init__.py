@@ -92,11 +92,11 @@ _MODULE_OF = {
     "check_target": "qtk.workflow.check_target",
     "correct_bias": "qtk.workflow.layerwise_methods",
     "distillation_loss": "qtk.algorithms.distillation",
-    "divergence": "qtk.workflow.divergence",
+    "divergence": "qtk.analysis.divergence",
     "equalize_model": "qtk.workflow.equalize",
     "export_gguf": "qtk.workflow.export_gguf",
     "fold_batch_norms": "qtk.workflow.fold_batch_norms",
-    "perplexity": "qtk.workflow.perplexity",
+    "perplexity": "qtk.analysis.perplexity",
     "quantize": "qtk.auto.quantize",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
     "round_scales": "qtk.workflow.round_scales",
@@ -106,6 +106,8 @@ _MODULE_OF = {
 
 if TYPE_CHECKING:
     from qtk.algorithms.distillation import distillation_loss
+    from qtk.analysis.divergence import divergence
+    from qtk.analysis.perplexity import perplexity
     from qtk.auto.assign_bits import assign_bits
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
@@ -115,14 +117,12 @@ if TYPE_CHECKING:
     from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target
-    from qtk.workflow.divergence import divergence
     from qtk.workflow.equalize import equalize_model
     from qtk.workflow.export import EXPORTERS
     from qtk.workflow.export_gguf import export_gguf
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
     from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
-    from qtk.workflow.perplexity import perplexity
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
     from qtk.workflow.round_scales import round_scales
     from qtk.workflow.smooth_quant import apply_smooth_quant

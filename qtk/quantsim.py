@@ -18,13 +18,12 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
-from qtk.core.settled import Settled
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.data.forward_pass import Batch, Data, Forward
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import Simulation
-from qtk.public import public
+from qtk.public import Settled, public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.account import Account
 from qtk.workflow.prepare import ExampleInputs
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 class QuantSim(Settled):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
-    Every method calls one function of ``qtk.workflow`` or ``qtk.training``, whose docstring has the arguments, errors
-    and examples in full.
+    Every method calls one function of ``qtk.workflow``, ``qtk.analysis`` or ``qtk.training``, whose docstring has the
+    arguments, errors and examples in full.
 
     >>> import qtk, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
@@ -269,7 +268,7 @@ class QuantSim(Settled):
         self, data: Iterable[Batch], *, forward: Forward | None = None, num_batches: int | None = None,
         progress: bool = True, valid: Valid | None = None,
     ) -> SiteErrors:
-        """Measures own and accumulated error and share clipped at every site: ``qtk.workflow.compare``.
+        """Measures own and accumulated error and share clipped at every site: ``qtk.analysis.compare``.
 
         >>> import qtk, torch
         >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
@@ -278,7 +277,7 @@ class QuantSim(Settled):
         >>> sim.compare(batches, progress=False)[0].site
         'input:input'
         """
-        from qtk.workflow.compare import compare
+        from qtk.analysis.compare import compare
 
         return compare(self.simulation, data, forward=forward, num_batches=num_batches, progress=progress, valid=valid)
 
@@ -287,8 +286,8 @@ class QuantSim(Settled):
         groups: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
         progress: bool = True, valid: Valid | None = None,
     ) -> Sensitivities:
-        """Estimates how much each site alone costs, and measures the ``top`` worst: ``qtk.workflow.sensitivity``."""
-        from qtk.workflow.sensitivity import sensitivity
+        """Estimates how much each site alone costs, and measures the ``top`` worst: ``qtk.analysis.sensitivity``."""
+        from qtk.analysis.sensitivity import sensitivity
 
         return sensitivity(self.simulation, data, loss=loss, top=top, groups=groups, forward=forward,
                            num_batches=num_batches, progress=progress, valid=valid)
@@ -296,8 +295,8 @@ class QuantSim(Settled):
     def drift(
         self, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None, progress: bool = True,
     ) -> Drift:
-        """Measures how far a model with states leaves float along a sequence: ``qtk.workflow.drift``."""
-        from qtk.workflow.drift import drift
+        """Measures how far a model with states leaves float along a sequence: ``qtk.analysis.drift``."""
+        from qtk.analysis.drift import drift
 
         return drift(self.simulation, data, steps=steps, forward=forward, progress=progress)
 
@@ -348,8 +347,8 @@ class QuantSim(Settled):
                              batch_size=batch_size, threads=threads)
 
     def load_float_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a float checkpoint of the original model, and forgets encodings: ``qtk.workflow.float_state``."""
-        from qtk.workflow.float_state import load_float_state
+        """Loads a float checkpoint of the original model, and forgets encodings: ``qtk.transforms.float_state``."""
+        from qtk.transforms.float_state import load_float_state
 
         load_float_state(self._simulation, state)
 
@@ -369,7 +368,7 @@ class QuantSim(Settled):
         >>> qtk.QuantSim(torch.nn.Linear(4, 2).eval(), x).save(folder)
         >>> sim = qtk.QuantSim.load(folder, torch.nn.Linear(4, 2).eval(), x)
         """
-        from qtk.workflow.sim_settings import settings_to_json
+        from qtk.workflow.simulate import settings_to_json
         from qtk.workflow.store import save
 
         save(directory, self._simulation, arguments=settings_to_json(self, self.model), weights=weights, force=force)
@@ -385,7 +384,7 @@ class QuantSim(Settled):
 
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
-        from qtk.workflow.sim_settings import settings_from_json
+        from qtk.workflow.simulate import settings_from_json
         from qtk.workflow.store import load, prepare_stored, restore
 
         stored = load(directory)

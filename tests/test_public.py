@@ -14,8 +14,8 @@ import qtk
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import recipe, verify
-from qtk.errors import ArgumentError, InternalError, QtkError, SpecError
-from qtk.public import MARK, fits, public, runs_model
+from qtk.errors import ArgumentError, ConfigError, InternalError, QtkError, SpecError
+from qtk.public import MARK, Settled, fits, public, runs_model
 from qtk.quantsim import QuantSim
 
 X = torch.randn(4, 8)
@@ -205,3 +205,55 @@ def test_annotations_can_be_read():
 def test_an_int_of_more_digits_than_python_writes_is_shown_by_its_type():
     with pytest.raises(ArgumentError, match="dtype: name must be a str, got a int"):
         qtk.dtype(10**5000)
+
+
+class Engine(Settled):
+    running: bool
+
+    def __init__(self, power, fuel="diesel"):
+        self.power, self.fuel = power, fuel
+        self._hours = 0
+        self.running = False
+
+    @property
+    def hours(self):
+        return self._hours
+
+    @hours.setter
+    def hours(self, value):
+        self._hours = value
+
+    def start(self):
+        self.running = True
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("fuel", r"it is settled when the Engine is made; make a new one, Engine\(…, fuel=…\)"),
+    ("start", "it is a method of Engine; call it"),
+    ("colour", "Engine has no such attribute; it has power, fuel"),
+])
+def test_what_would_have_no_effect_is_refused(name, reason):
+    engine = Engine(3)
+    before = dict(vars(engine))
+    with pytest.raises(ConfigError, match=f"setting '{name}' would have no effect: {reason}"):
+        setattr(engine, name, 1)
+    assert vars(engine) == before
+
+
+def test_what_acts_can_be_set():
+    engine = Engine(3)
+    engine.start()
+    engine.hours = 7
+    assert (engine.running, engine.hours, engine.power) == (True, 7, 3)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Racer(Engine):
+        def __init__(self, *args, team, **settings):
+            self.team = team
+            super().__init__(*args, **settings)
+
+    racer = Racer(3, team="blue")
+    assert (racer.power, racer.fuel, racer.team) == (3, "diesel", "blue")
+    with pytest.raises(ConfigError, match="settled when the Racer is made"):
+        racer.team = "red"

@@ -443,12 +443,12 @@ VERBS = {
     "range_parameters": ("training.learned_ranges.range_parameters", (), {}),
     "weight_parameters": ("training.learned_ranges.weight_parameters", (), {}),
     "track_weights": ("training.learned_ranges.track_weights", ("a",), {}),
-    "compare": ("workflow.compare.compare", ([],), {
+    "compare": ("analysis.compare.compare", ([],), {
         "forward": print, "num_batches": 7, "progress": False, "valid": "mask"}),
-    "sensitivity": ("workflow.sensitivity.sensitivity", ([],), {
+    "sensitivity": ("analysis.sensitivity.sensitivity", ([],), {
         "loss": print, "top": 4, "groups": "g", "forward": print, "num_batches": 7, "progress": False,
         "valid": "mask"}),
-    "drift": ("workflow.drift.drift", ([],), {"steps": 9, "forward": print, "progress": False}),
+    "drift": ("analysis.drift.drift", ([],), {"steps": 9, "forward": print, "progress": False}),
     "report": ("workflow.report.report", ("page", []), {
         "title": "t", "forward": print, "num_batches": 7, "sensitivity": False, "account": Account("top-1", 0.1),
         "headline": {"a": "b"}, "force": True, "progress": False, "valid": "mask", "data_name": "some"}),
@@ -459,7 +459,7 @@ VERBS = {
         "forward": print, "runtime": "openvino", "float_export": "float", "turns": 3, "progress": False,
         "valid": "mask", "batch_size": 5, "threads": 6}),
     "to_original": ("workflow.original_class.to_original", (), {}),
-    "load_float_state_dict": ("workflow.float_state.load_float_state", ({},), {}),
+    "load_float_state_dict": ("transforms.float_state.load_float_state", ({},), {}),
     "save": ("workflow.store.save", ("folder",), {"weights": "integer", "force": True}),
 }
 """Method → the function it calls, and arguments none of which is the default."""

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from qtk.errors import CalibrationError
 from qtk.graph.graphs import entered
+from qtk.nn.eval_mode import not_trained
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import pytree
@@ -59,19 +60,14 @@ class ErrorGradients(TorchFunctionMode):
     def listening(self, model: nn.Module) -> Iterator[None]:
         """Runs the body with gradients, of values alone, and remembers the errors of what ``model`` computes."""
         self._tracked, self._leaves = {}, []
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handles = [quantizer.register_forward_hook(self._quantized) for quantizer in self._quantizers]
         handles += [
             module.register_forward_pre_hook(_called_with_gradients, with_kwargs=True) for module in entered(model)
         ]
         try:
-            for parameter in trained:
-                parameter.requires_grad_(False)
-            with torch.enable_grad(), self:
+            with not_trained(model), torch.enable_grad(), self:
                 yield
         finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
             for handle in handles:
                 handle.remove()
 

@@ -9,13 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from qtk.data.valid_tokens import ValidTokens
-from qtk.export.simulated_sites import SimulatedSite, simulated_sites
-from qtk.numerics import dynamic
-from qtk.numerics.affine import expand
+from qtk.export.simulated_sites import SimulatedSite, Step, simulated_sites, step_of
 from qtk.quantizers.quantizer import Quantizer
-
-Step = Tensor | None
-"""The scale of a value, which broadcasts against it; ``None`` without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,26 +74,3 @@ class SimulatedValues:
         assert isinstance(quantizer, Quantizer)
         counted = None if self._tokens is None else self._tokens.counted(quantizer, output)
         self._values[quantizer].append(Reference(output.detach(), step_of(quantizer, output, inputs[0]), counted))
-
-
-def step_of(quantizer: Quantizer | None, value: Tensor, before: Tensor | None = None) -> Step:
-    """The scale of ``value``, in a shape that broadcasts against it.
-
-    Args:
-        quantizer: its quantizer, if it has one.
-        value: what the quantizer returned.
-        before: what it was given; dynamic quantization has no scale without it.
-    """
-    if quantizer is None:
-        return None
-    spec = quantizer.spec
-    sizes = spec.granularity.block_size(value.ndim)
-    if spec.dynamic:
-        if before is None:
-            return None
-        _, scale, _ = dynamic.fake_quantize(
-            before.detach(), sizes, int(spec.qmin), int(spec.qmax), symmetric=spec.symmetric
-        )
-        return expand(scale, value.shape, sizes)
-    encoding = quantizer.encoding
-    return None if encoding is None else expand(encoding.scale, value.shape, sizes)

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from qtk.analysis.sensitivity import Loss
 from qtk.auto.bit_assignment import BitAssignment
 from qtk.auto.bit_search import BitSearch
 from qtk.auto.widths import UNITS, Choice, bits_of
+from qtk.calibration.calibrate import CalibrationData
 from qtk.core.dtypes import BITS
 from qtk.data.forward_pass import Batch, Forward, in_memory
 from qtk.data.valid_tokens import Valid
@@ -16,8 +18,7 @@ from qtk.errors import ConfigError
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.registry import nearest
-from qtk.workflow.rewrite import refuse_kept
-from qtk.workflow.sensitivity import Loss
+from qtk.transforms.rewrite import refuse_kept
 
 CHOICES: tuple[Choice, ...] = (4, 8, 16)
 KERNELS: tuple[Choice, ...] = (8, "float")
@@ -72,8 +73,8 @@ def assign_bits(
     kind, limit = _checked(budget)
     widths = _checked_choices((KERNELS if kind == "milliseconds" else CHOICES) if choices is None else choices)
     refuse_kept(sim)
-    batches = in_memory(data, num_batches)
-    search = BitSearch(sim, batches, kind, widths, loss, forward, valid, progress)
+    kept = CalibrationData(in_memory(data, num_batches), forward=forward, progress=progress, valid=valid)
+    search = BitSearch(sim, kept, kind, widths, loss)
     found = search.found(limit)
     search.apply(found.config)
     return found

@@ -12,9 +12,9 @@ import yaml
 from qtk.analysis.float_outputs import sqnr_db
 from qtk.atomic import write_file
 from qtk.auto.widths import Choice
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
-from qtk.config.shipped import shipped_names
 from qtk.errors import ExportError
 from qtk.public import public
 from qtk.report.table import Column, Table

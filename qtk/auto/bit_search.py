@@ -6,12 +6,13 @@ import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tqdm import tqdm
 
 from qtk.algorithms.frontier import Frontier, frontier
 from qtk.analysis.float_outputs import FloatOutputs
+from qtk.analysis.sensitivity import Loss, sensitivity
 from qtk.auto.bit_assignment import Assigned, BitAssignment, MeasuredWidths
 from qtk.auto.latency import LatencyModel, OpLatencies, WholeLatency
 from qtk.auto.matrix_products import MatrixProduct, matrix_products
@@ -30,20 +31,19 @@ from qtk.auto.widths import (
     single,
     weights_of,
 )
+from qtk.calibration.calibrate import CalibrationData
 from qtk.config.schema import QuantConfig
-from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.core.plan import leaders
+from qtk.data.forward_pass import Batch, outputs, run_batch
 from qtk.data.sequences import Sequences
-from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
 from qtk.graph.footprint import footprint
 from qtk.graph.insert import drop_sites
 from qtk.layerwise.float_weights import FloatWeights
-from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.quantsim import QuantSim
-from qtk.workflow.rewrite import replan_simulation
-from qtk.workflow.sensitivity import Loss, sensitivity
+from qtk.transforms.rewrite import replan_simulation
 
 T = TypeVar("T")
 
@@ -75,21 +75,17 @@ class BitSearch:
 
     Args:
         sim: the simulation.
-        batches: the data.
+        data: batches in memory.
         kind: what the budget counts, a key of ``UNITS``.
         choices: the widths, rising.
-        loss: as for ``sensitivity``; ``forward``, ``valid`` and ``progress`` as for ``compute_encodings``.
-        forward: likewise.
-        valid: likewise.
-        progress: likewise.
+        loss: as for ``sensitivity``.
     """
 
     def __init__(
-        self, sim: QuantSim, batches: list[Batch] | Sequences, kind: str, choices: tuple[Choice, ...],
-        loss: Loss | None, forward: Forward | None, valid: Valid | None, progress: bool,
+        self, sim: QuantSim, data: CalibrationData, kind: str, choices: tuple[Choice, ...], loss: Loss | None
     ) -> None:
-        self._sim, self._batches, self._kind, self._choices = sim, batches, kind, choices
-        self._loss, self._forward, self._valid, self._progress = loss, forward, valid, progress
+        self._sim, self._data, self._kind, self._choices, self._loss = sim, data, kind, choices, loss
+        self._batches = cast(list[Batch] | Sequences, data.batches)
         self._rules = SiteRules(sim.simulation)
         self._members = members(sim.simulation, only_weights=kind in ("bytes", "weight_bits"))
         self._trial = copy.deepcopy(sim)
@@ -163,7 +159,7 @@ class BitSearch:
 
     def _ratio(self, picks: Sequence[int], whole: WholeLatency) -> float:
         self._plan(picks)
-        return whole.ratio(self._trial, progress=self._progress)
+        return whole.ratio(self._trial, progress=self._data.progress)
 
     def apply(self, config: QuantConfig) -> None:
         """Gives the simulation itself a plan, and the encodings that the copy has by it."""
@@ -179,7 +175,7 @@ class BitSearch:
         self._sim.check()
 
     def _bar(self, steps: Collection[T], label: str, unit: str) -> Iterable[T]:
-        return tqdm(steps, desc=label, unit=unit, disable=not self._progress)
+        return tqdm(steps, desc=label, unit=unit, disable=not self._data.progress)
 
     def _plan(self, picks: Sequence[int]) -> None:
         """Gives the copy these choices. Raises: CalibrationError if nothing would be quantized."""
@@ -196,8 +192,8 @@ class BitSearch:
 
     def _plan_by(self, config: QuantConfig) -> None:
         replan_simulation(self._trial, config)
-        self._trial.compute_encodings(self._batches, only_missing=True, forward=self._forward, valid=self._valid,
-                                      progress=False)
+        self._trial.compute_encodings(self._batches, only_missing=True, forward=self._data.forward,
+                                      valid=self._data.valid, progress=False)
 
     def _config(self, picks: Sequence[int]) -> QuantConfig:
         """The simulation's config with a rule for each width."""
@@ -219,8 +215,8 @@ class BitSearch:
                 sizes.append([float(sum(each.numel() * each.element_size() for each in of)) for of in weights])
                 continue
             self._plan([index] * len(self._members))
-            found = sensitivity(self._trial.simulation, self._batches, loss=self._loss, top=0, forward=self._forward,
-                                progress=False, valid=self._valid if self._loss is None else None)
+            found = sensitivity(self._trial.simulation, self._batches, loss=self._loss, top=0, progress=False,
+                                forward=self._data.forward, valid=self._data.valid if self._loss is None else None)
             increases = {row.name: row.increase for row in found}
             rows.append(increases)
             sizes.append(quantized_bytes(self._trial.simulation, self._members))
@@ -259,12 +255,12 @@ class BitSearch:
         self._plan(picks)
         quantizers, model = list(self._trial.quantizers.values()), self._trial.model
         if self._loss is not None:
-            made = outputs(model, self._batches, forward=self._forward)
+            made = outputs(model, self._batches, forward=self._data.forward)
             losses = [float(self._loss(output, batch)) for output, batch in zip(made, self._batches, strict=True)]
             return sum(losses) / len(losses)
         if self._float is None:
             with in_mode(quantizers, Mode.BYPASS), FloatWeights(self._trial.simulation).in_place():
-                self._float = FloatOutputs(model, self._batches, self._forward, self._valid)
+                self._float = FloatOutputs(model, self._batches, self._data.forward, self._data.valid)
         return self._float.error(model)
 
     def _result(

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
@@ -18,10 +19,9 @@ from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import Port, ports
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
 from qtk.operators.targets import called_module
-from qtk.planning.selection import leaders
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import length_hint, pytree
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, cast
 
@@ -140,61 +140,69 @@ def quantize(
         "data": f"{_sum(batches):.4e}",
     }
     log = TrialLog(None if directory is None else Path(directory), settings)
-    limit = math.inf if time_limit is None else time.monotonic() + time_limit
-    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), limit, log)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
+    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), deadline, log)
     return run.finish(Choices(scheme), progress=progress)
 
 
+@dataclass(slots=True)
 class _Run:
-    """The state of one run."""
+    """The state of one run.
 
-    def __init__(self, builder: TrialBuilder, judge: FloatOutputs, evaluate: Evaluate | None, in_float: float,
-                 account: Account, limit: float, log: TrialLog) -> None:
-        self._builder, self._judge, self._evaluate, self._limit, self._log = builder, judge, evaluate, limit, log
-        self.account = account
-        self._float = in_float
-        self._best: Choices | None = None
-        self._error = self._drop = math.inf
-        self._sim: QuantSim | None = None
+    ``judge``, ``evaluate`` and ``in_float``: what a trial is judged by, the last two by the metric if there is one.
+    ``deadline``: of ``time.monotonic``.
+    """
+
+    builder: TrialBuilder
+    judge: FloatOutputs
+    evaluate: Evaluate | None
+    in_float: float
+    account: Account
+    deadline: float
+    log: TrialLog
+    best: Choices | None = None
+    error: float = math.inf
+    drop: float = math.inf
+    sim: QuantSim | None = None
 
     def finish(self, first: Choices, *, progress: bool) -> Quantized:
         """Tries until the drop is met, nothing is left, or the time is over."""
         late = False
-        dynamic = None if self._builder.dynamic is None else self._keeps_integers
+        dynamic = None if self.builder.dynamic is None else self._keeps_integers
         steps = itertools.chain(
-            [("plain calibration", first)], ladder(lambda: self._best or first, self._ranked, dynamic)
+            [("plain calibration", first)], ladder(lambda: self.best or first, self._ranked, dynamic)
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
             self._try(step, choices)
-            late = time.monotonic() > self._limit
+            late = time.monotonic() > self.deadline
             if self.account.reached or late:
                 break
-        if self._best is None:
+        if self.best is None:
             raise CalibrationError("no trial gives a simulation:\n  " + "\n  ".join(
                 f"{trial.step}: {trial.reason}" for trial in self.account.trials))
         self.account.end = self._ended(late=late)
-        return Quantized(self._sim or self._builder.simulation(self._best), self.account)
+        return Quantized(self.sim or self.builder.simulation(self.best), self.account)
 
     def _keeps_integers(self) -> bool:
         """Whether dynamic quantization is as fast as far as can be seen; if no trial gave a simulation, it may be."""
-        if self._best is None:
+        if self.best is None:
             return True
-        self._sim = self._sim or self._builder.simulation(self._best)  # none where the trial was read from the log
-        return self._builder.keeps_integers(self._sim)
+        self.sim = self.sim or self.builder.simulation(self.best)  # none where the trial was read from the log
+        return self.builder.keeps_integers(self.sim)
 
     def _try(self, step: str, choices: Choices) -> None:
-        before, measured, sim = self._sim, self._log.find(choices), None
+        before, measured, sim = self.sim, self.log.find(choices), None
         if measured is None:
             measured, sim = self._measured(step, choices)
-            self._log.add(choices, measured)
+            self.log.add(choices, measured)
         error, drop = measured.error, measured.drop
         reason = measured.failure
-        if error is not None and (drop is None or not error < self._error):
+        if error is not None and (drop is None or not error < self.error):
             reason = "the error of the outputs does not fall"
-        elif drop is not None and drop > self._drop:
+        elif drop is not None and drop > self.drop:
             reason = f"{self.account.metric} falls"
         if reason is None and error is not None and drop is not None:
-            self._best, self._error, self._drop, self._sim = choices, error, drop, sim
+            self.best, self.error, self.drop, self.sim = choices, error, drop, sim
         shown = None if error is None else sqnr_db(error)
         self.account.trials.append(
             Trial(step, measured.seconds, shown, drop, reason is None, reason, measured.size_bytes)
@@ -208,13 +216,13 @@ class _Run:
         error = drop = sim = size = None
         failure = None
         try:
-            sim = self._builder.simulation(choices)
+            sim = self.builder.simulation(choices)
             size = footprint(sim.model).quantized_bytes
-            error = self._judge.error(sim.model)
-            if self._evaluate is None:
+            error = self.judge.error(sim.model)
+            if self.evaluate is None:
                 drop = error
-            elif error < self._error:
-                drop = self._float - _metric(self._evaluate, sim.model, step)
+            elif error < self.error:
+                drop = self.in_float - _metric(self.evaluate, sim.model, step)
         except OUT_OF_MEMORY:
             raise
         except Exception as raised:  # whatever a method, or a user's function, raises: others may do
@@ -225,7 +233,7 @@ class _Run:
     def _time(self, before: QuantSim, dynamic: QuantSim) -> None:
         """Notes how long a call of both takes in ONNX Runtime, if it can be measured here."""
         try:
-            whole = WholeLatency(self._builder.model, self._builder.example_inputs)
+            whole = WholeLatency(self.builder.model, self.builder.example_inputs)
             ratio = whole.ratio(before, progress=False) * whole.ratio(dynamic, progress=False)
         except QtkError:  # onnxruntime is not installed, or a model of several files
             return
@@ -236,18 +244,18 @@ class _Run:
 
     def _ranked(self) -> list[str]:
         """The sites, those first without whose quantization the error of the outputs would fall most."""
-        ranking = self._log.ranking
-        if ranking is None and self._best is not None:
+        ranking = self.log.ranking
+        if ranking is None and self.best is not None:
             begun = time.monotonic()
             try:
-                ranking = self._builder.ranking(replace(self._best, layerwise=()))  # which has the float weights
+                ranking = self.builder.ranking(replace(self.best, layerwise=()))  # which has the float weights
             except OUT_OF_MEMORY:
                 raise
             except Exception as raised:  # what a model, or a user's forward, raises under gradients
                 reason = f"failed: {first_line(raised)}"
                 self.account.trials.append(Trial("ranking the sites", time.monotonic() - begun, reason=reason))
                 return []
-            self._log.ranking = ranking
+            self.log.ranking = ranking
         return ranking or []
 
     def _ended(self, *, late: bool) -> str:
@@ -255,9 +263,9 @@ class _Run:
         assert best is not None
         assert best.drop is not None
         if self.account.reached:
-            return f"reached by {self._best}"
+            return f"reached by {self.best}"
         why = "the time is over" if late else "nothing else is left to try"
-        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self._best}; give more bits, a larger "
+        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self.best}; give more bits, a larger "
                 "max_drop, more data, or train the simulation (docs/qat.md)")
 
 

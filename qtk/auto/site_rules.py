@@ -10,16 +10,16 @@ from torch import fx
 
 from qtk.config.schema import Match, QuantConfig, Rule
 from qtk.config.tensor_setting import Setting
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import edge_site, ports, value_site
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import row_of
 from qtk.planning.recurrent_profiles import float_step
-from qtk.planning.selection import leaders
 
 
 class SiteRules:

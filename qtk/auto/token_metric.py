@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import nn
 
+from qtk.analysis.divergence import divergence_of
+from qtk.analysis.perplexity import perplexity
 from qtk.data.forward_pass import Batch, Forward
 from qtk.data.valid_tokens import Valid
 from qtk.errors import ArgumentError
-from qtk.workflow.divergence import divergence_of
-from qtk.workflow.perplexity import perplexity
 
 
 def token_metric(

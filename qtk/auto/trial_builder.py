@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qtk.analysis.sensitivity import sensitivity
 from qtk.auto.choices import Choices
 from qtk.auto.matrix_products import matrix_products
 from qtk.auto.site_rules import SiteRules
@@ -15,12 +16,11 @@ from qtk.config.tensor_setting import TensorSetting
 from qtk.core.width import Width
 from qtk.data.forward_pass import Batch, Forward, run_batch
 from qtk.data.valid_tokens import Valid
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
 from qtk.quantsim import QuantSim
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
-from qtk.workflow.sensitivity import sensitivity
 from qtk.workflow.transforms import transform
 
 MOST = 0.9

@@ -16,24 +16,23 @@ from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.local_gradients import LocalGradients
 from qtk.calibration.reached_matrices import matrices_counted
 from qtk.calibration.scale_floor import raise_scales
-from qtk.calibration.width_check import SiteSamples
+from qtk.calibration.site_samples import SiteSamples
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import precise_in
-from qtk.core.encoding import Encoding, encodings_to
+from qtk.core.encoding import HOST, Encoding, encodings_to
 from qtk.core.needs import found_where
-from qtk.core.plan import SitePlan
+from qtk.core.plan import SitePlan, leaders
 from qtk.core.site import Site
 from qtk.core.spec import PER_TENSOR, QuantSpec
-from qtk.core.transfer import HOST
 from qtk.data.forward_pass import Batch, Data, Forward, run_all
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError
+from qtk.graph.evaluate import static_values
 from qtk.graph.graphs import contents_of
 from qtk.graph.insert import drop_sites
 from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
-from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of, is_dry_run, without_values
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
@@ -42,7 +41,6 @@ from qtk.observers.ranks import joined
 from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.operators.contents import Trait
 from qtk.operators.op_row import Mask, Precision
-from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from qtk.data.valid_tokens import ValidTokens
 from qtk.errors import CalibrationError
 from qtk.graph.graphs import entered
+from qtk.nn.eval_mode import not_trained
 from qtk.numerics.random_signs import random_signs
 from qtk.observers.weighted_histogram import WeightedHistogram
-from qtk.operators.op_table import is_product
+from qtk.operators.lookup import is_product
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import pytree
 
@@ -46,19 +47,14 @@ class LocalGradients(TorchFunctionMode):
         if not self.observers:
             yield
             return
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handles = [quantizer.register_forward_hook(self._observed) for quantizer in self.observers]
         for module in entered(model):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            for parameter in trained:
-                parameter.requires_grad_(False)
-            with torch.inference_mode(False), self:
+            with not_trained(model), torch.inference_mode(False), self:
                 yield
         finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
             for handle in handles:
                 handle.remove()
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import INT32
-from qtk.core.encoding import Encoding, encodings_to
+from qtk.core.encoding import HOST, Encoding, encodings_to, moved
 from qtk.core.site import Site
-from qtk.core.transfer import HOST, moved
 from qtk.errors import EncodingError
+from qtk.graph.evaluate import static_values
 from qtk.graph.simulation import Simulation
-from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of
-from qtk.quantizers.read_encodings import read_encodings
+from qtk.quantizers.modes import read_encodings
 
 MARGIN = 1 + 2.0**-20
 """Covers the rounding of scales and of their product to float32."""

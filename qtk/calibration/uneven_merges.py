@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from qtk.calibration.width_check import SiteSamples
+from qtk.calibration.site_samples import SiteSamples
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, label, value_site
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role, Scaling
-from qtk.operators.op_table import row_of
 
 LARGEST_RATIO = 16.0
 """Of the ranges of two operands: the smaller one has then a sixteenth of the codes, four bits less."""

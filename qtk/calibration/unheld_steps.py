@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qtk.calibration.width_check import SiteSamples
+from qtk.calibration.site_samples import SiteSamples
 from qtk.config.schema import QuantConfig, Rule
 from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.simulation import Simulation

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qtk.core.encoding import Encoding, encodings_to
+from qtk.core.encoding import HOST, Encoding, encodings_to, moved
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
-from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers import min_max, moving_average

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from qtk.calibrators.min_max import encoding_of_range
 from qtk.core.dtypes import FloatDtype
-from qtk.core.encoding import Encoding, encodings_to
+from qtk.core.encoding import HOST, Encoding, encodings_to, moved
 from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
-from qtk.core.transfer import HOST, moved
 from qtk.numerics.ranges import covering_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer

@@ -12,12 +12,9 @@ from qtk.calls.signature import input_nodes, output_nodes
 from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.graphs import roots
+from qtk.graph.graphs import STATES, returned_states, roots, states_of
 from qtk.graph.sites import value_site
 from qtk.registry import nearest
-
-STATES = "qtk_states"
-"""Key of the ``meta`` of a graph: name of an input → index of the output that it is the next time."""
 
 
 def set_states(model: nn.Module, states: Mapping[str, int | str]) -> None:
@@ -57,17 +54,6 @@ def set_states(model: nn.Module, states: Mapping[str, int | str]) -> None:
         variant.meta[STATES] = {
             name: theirs.index(names[index]) for name, index in resolved.items() if names[index] in theirs
         }
-
-
-def states_of(model: nn.Module) -> dict[str, int]:
-    """Name of an input → index of the output that it is in the next call; empty if the model has no states."""
-    graph = roots(model).get("")
-    return {} if graph is None else returned_states(graph)
-
-
-def returned_states(graph: fx.GraphModule) -> dict[str, int]:
-    """Name of a state → index of the output of one graph, of a variant too, that it is in the next call."""
-    return dict(graph.meta.get(STATES, {}))
 
 
 def grown_axes(graph: CapturedGraph) -> dict[str, tuple[int, ...]]:

@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
-from qtk.operators.schema import aten_name, schema_arguments
-from qtk.operators.targets import called_module
+from qtk.operators.targets import aten_name, called_module, schema_arguments
 from qtk.torch_private import OpOverload, rnn_parameter_names
 
 Composite: TypeAlias = Attention | Recurrent | RecurrentCell

@@ -12,8 +12,8 @@ from qtk.capture.island_search import EXCLUDED as EXCLUDED_RUNG
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.graphs import graphs
-from qtk.graph.module_stack import module_calls
 from qtk.graph.sites import EXCLUDED, EXCLUDED_MODULE, GRAPH_PATH, add_labels, join, label, prefixes
+from qtk.operators.targets import module_calls
 from qtk.registry import nearest
 
 BY_MODULES, BY_CONFIG = "modules_to_exclude", "exclude"

@@ -16,8 +16,8 @@ from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
-from qtk.graph.module_stack import module_calls
 from qtk.graph.sites import GRAPH_PATH, join, label
+from qtk.operators.targets import module_calls
 
 
 def first_difference(original: nn.Module, graph: CapturedGraph, calls: Sequence[Call]) -> str | None:

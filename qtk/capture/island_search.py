@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 from torch import nn
 
-from qtk.calls.call_kind import Kind, call_kind, signature_of
 from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call
 from qtk.calls.served_sizes import axis_text
+from qtk.calls.signature import Kind, call_kind, signature_of
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from qtk.calls.call_kind import call_kind, signature_of
 from qtk.calls.calls import Call, distinct, with_rows
 from qtk.calls.served_sizes import ServedSizes
+from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
@@ -36,8 +36,8 @@ from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, difference_over_calls
 from qtk.core.needs import found_where
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, first_line
+from qtk.graph.coverage import unknown_ops
 from qtk.graph.plain_attributes import PlainAttributes
-from qtk.graph.unknown_ops import unknown_ops
 from qtk.operators.contents import Trait, contents
 
 BUILT = "built"

@@ -21,7 +21,7 @@ from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.sites import name_sites, value_site
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.torch_private import DropoutBase, has_length_hint, length_hint
 
 DECIDED_BY_DATA = 2

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx.graph import PythonCode
 
-from qtk.calls.call_kind import call_kind
 from qtk.calls.calls import Call, cloned
 from qtk.calls.containers import register_structure
 from qtk.calls.inputs import as_captured, check_inputs, input_leaves
 from qtk.calls.served_sizes import ServedSizes
-from qtk.calls.signature import input_names
+from qtk.calls.signature import call_kind, input_names
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.untouched import PARENT
 from qtk.errors import CaptureError
@@ -26,8 +25,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
-from qtk.nn.batch_norm import keep_frozen
-from qtk.nn.fast_path import fast_path_off
+from qtk.nn.eval_mode import fast_path_off, keep_frozen
 from qtk.public import runs_model
 from qtk.torch_private import MODULE_TABLES, call_structure, has_hooks, hooks, pytree
 

@@ -15,12 +15,11 @@ from qtk.capture.recurrent_tracing import PAD
 from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
-from qtk.graph.module_stack import module_calls
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.train_only import train_only
-from qtk.operators.targets import attribute, path_of
+from qtk.operators.targets import attribute, module_calls, path_of
 from qtk.torch_private import BatchNormBase, DropoutBase
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.calls.call_kind import Kind, call_kind, signature_of
 from qtk.calls.calls import Call, leaves_text
+from qtk.calls.signature import Kind, call_kind, signature_of
 from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
 from qtk.capture.free_shapes import DynamicShapes
@@ -25,7 +25,7 @@ from qtk.graph.sites import OP, OWNER, add_labels, join, label, name_sites, op_k
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.operators.targets import attribute, called_module, path_of
 from qtk.torch_private import DropoutBase
 

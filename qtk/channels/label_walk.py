@@ -20,10 +20,9 @@ from qtk.channels.weight_rules import attention, channel_norm, columns, scale_sh
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.flow import reads_shape_only
 from qtk.nn.channel_clamp import ChannelClamp
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Scaling
-from qtk.operators.op_table import row_of
-from qtk.operators.schema import aten_name, schema_arguments
-from qtk.operators.targets import attribute, called_module
+from qtk.operators.targets import aten_name, attribute, called_module, schema_arguments
 from qtk.torch_private import pytree
 
 

@@ -13,8 +13,7 @@ from qtk.channels.channel_findings import ChannelRead, ChannelWrite
 from qtk.channels.label_state import Labels, LabelState, pinned
 from qtk.nn.scale_shift import ScaleShift
 from qtk.operators.op_row import OpRow, Product
-from qtk.operators.schema import schema_arguments
-from qtk.operators.targets import called_module
+from qtk.operators.targets import called_module, schema_arguments
 
 
 def weighted(state: LabelState, node: fx.Node, row: OpRow) -> Labels:

@@ -20,7 +20,7 @@ from qtk.cli import verify as verification
 from qtk.cli.console import progress_console, results_console, shows_bars
 from qtk.cli.imported import search_path
 from qtk.cli.recipe import Recipe, load_recipe
-from qtk.config.shipped import shipped
+from qtk.config.files import shipped
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, QtkError
 from qtk.report.summary import Summary

@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
-from qtk.config.frozen import Names
 from qtk.config.load import load_config
+from qtk.config.mistakes import UNION_TAGS
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.config.tensor_setting import Bits
-from qtk.config.validate import UNION_TAGS, validate
+from qtk.config.validate import Names, validate
 from qtk.core.width import FROM_CONFIG, FromConfig
 from qtk.errors import ConfigError
 from qtk.layerwise.methods import method

@@ -7,8 +7,8 @@ import os
 
 from rich.console import Console
 
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
-from qtk.config.shipped import shipped_names
 from qtk.public import public
 from qtk.report.table import Column, Table
 from qtk.workflow.check_target import TargetCheck, check_target

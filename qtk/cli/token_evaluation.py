@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from qtk.analysis.perplexity import exp_of_mean
 from qtk.data.headless import refuse_other_words
 from qtk.data.token_batches import logits_of
 from qtk.errors import CalibrationError, ConfigError
 from qtk.numerics.token_scores import divergences, negative_log_likelihoods
-from qtk.workflow.perplexity import exp_of_mean
 
 PERPLEXITY, KL = "perplexity", "kl"
 LEFT_OUT = -100

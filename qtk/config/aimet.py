@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from qtk.config.aimet_ops import IMPLIED_BOUNDS, OP_KINDS
-from qtk.config.validate import shown
+from qtk.config.mistakes import shown
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 

@@ -1,4 +1,6 @@
-"""Reads YAML and JSON files; a repeated key in a mapping is an error, and so is what no config or recipe needs.
+"""Finds the config and recipe files shipped with qtk (``configs/``, installed as ``qtk/configs``), and reads them.
+
+They are YAML and JSON; a repeated key in a mapping is an error, and so is what no config or recipe needs.
 
 That is a file above 256 KiB, nesting beyond 100 levels, and aliases that spell out more than 100,000 values: a few
 lines of YAML can mean as many values as one likes.
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
 from qtk.errors import ConfigError
+from qtk.registry import nearest
 
 MOST_BYTES = 1 << 18
 MOST_LEVELS = 100
@@ -156,3 +160,33 @@ def _count(node: yaml.Node, known: dict[yaml.Node, int | None], level: int) -> i
     if count > MOST_VALUES:
         raise _TooManyError
     return count
+
+
+def shipped(kind: str, name: str) -> Path:
+    """Path of a shipped file; ``kind`` is ``targets`` or ``recipes``.
+
+    Raises: ConfigError for an unknown name, with suggestions.
+
+    >>> shipped("targets", "default").name
+    'default.yaml'
+    """
+    known = shipped_names(kind)
+    if name not in known:
+        raise ConfigError(f"no {kind.removesuffix('s')} called {name!r} comes with qtk; {nearest(name, known)}")
+    return folder_of(kind) / f"{name}.yaml"
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Names of the shipped files of a kind, sorted.
+
+    >>> shipped_names("recipes")
+    ['digits']
+    """
+    return sorted(path.stem for path in folder_of(kind).glob("*.yaml"))
+
+
+def folder_of(kind: str) -> Path:
+    """The folder of the shipped files of a kind."""
+    package = Path(str(files("qtk")))
+    installed = package / "configs" / kind
+    return installed if installed.is_dir() else package.parent / "configs" / kind

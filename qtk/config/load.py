@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from qtk.config.files import read_file
+from qtk.config.files import folder_of, read_file, shipped, shipped_names
+from qtk.config.mistakes import shown
 from qtk.config.schema import QuantConfig
-from qtk.config.shipped import folder_of, shipped, shipped_names
 from qtk.config.tensor_setting import TensorSetting
-from qtk.config.validate import shown, validate
+from qtk.config.validate import validate
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 

@@ -20,8 +20,8 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
-from qtk.config.frozen import Frozen, Names
-from qtk.config.validate import RULE_TAGS
+from qtk.config.mistakes import RULE_TAGS
+from qtk.config.validate import Frozen, Names
 from qtk.core.dtypes import DTYPES, INT32
 from qtk.registry import nearest
 

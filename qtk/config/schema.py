@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
-from qtk.config.frozen import Frozen, Names
+from qtk.config.mistakes import UNION_TAGS
 from qtk.config.runtime import Runtime
 from qtk.config.tensor_setting import ActivationSetting, BiasSetting, TensorSetting, WeightSetting
-from qtk.config.validate import UNION_TAGS
+from qtk.config.validate import Frozen, Names
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 

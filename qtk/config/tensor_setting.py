@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 
-from qtk.config.validate import UNION_TAGS
+from qtk.config.mistakes import UNION_TAGS
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import BITS, DTYPES, INT32, dtype
 from qtk.registry import nearest

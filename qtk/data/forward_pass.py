@@ -16,14 +16,13 @@ from tqdm import tqdm
 
 from qtk.calls.calls import leaves_text
 from qtk.calls.inputs import split_inputs
-from qtk.calls.states import states_of
 from qtk.capture.tracing import TRACING
 from qtk.data.batch_advice import batch_advice
 from qtk.data.rolled_states import RolledStates, written_places
 from qtk.data.sequences import Sequences, like
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.graph.failed_op import failed_op
-from qtk.graph.graphs import contents_of, roots
+from qtk.graph.graphs import contents_of, roots, states_of
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.kept_buffers import buffers_kept
 from qtk.operators.contents import Trait

@@ -8,11 +8,10 @@ from torch import nn
 
 from qtk.calls.call_recording import Recorded, recording
 from qtk.calls.calls import Call
-from qtk.calls.states import states_of
 from qtk.data.forward_pass import Data, Forward, run_all
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError
-from qtk.graph.graphs import roots
+from qtk.graph.graphs import roots, states_of
 from qtk.graph.written_buffers import written_buffers
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer

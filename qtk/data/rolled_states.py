@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from qtk.calls.inputs import input_leaves
 from qtk.calls.signature import input_names
-from qtk.calls.states import grown_axes, returned_states, states_of
+from qtk.calls.states import grown_axes
 from qtk.data.sequences import Sequences
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.graphs import roots
+from qtk.graph.graphs import returned_states, roots, states_of
 from qtk.graph.written_buffers import written_buffers
 from qtk.nn.kept_buffers import BufferPlace, BufferValues, buffer_places, detach_buffers
 from qtk.torch_private import call_structure, pytree

@@ -14,9 +14,9 @@ from qtk.core.dtypes import BITS, DTYPES, INT32
 from qtk.errors import ExportError, first_line
 from qtk.export.quantized_file import OUTPUT, QUANTIZE, FileOp, FileTensor, QuantizedFile, TensorRole
 from qtk.graph.sites import SITE, label
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import row_of
-from qtk.operators.schema import schema_arguments
+from qtk.operators.targets import schema_arguments
 from qtk.torch_private import load_decomposed_ops
 
 TARGET = "qtk.target"

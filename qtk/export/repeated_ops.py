@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import row_of
 
 _QUANTIZE, _DEQUANTIZE = "quantized_decomposed.quantize", "quantized_decomposed.dequantize_per_tensor"
 

@@ -14,9 +14,8 @@ from torch import SymInt, Tensor, fx, nn
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import LENT, CapturedGraph
 from qtk.graph.insert import quantizer_called
-from qtk.graph.module_stack import ModuleCall, module_calls
 from qtk.graph.sites import SITE, is_float, label, prefixes, value_site
-from qtk.operators.targets import called_module
+from qtk.operators.targets import ModuleCall, called_module, module_calls
 from qtk.torch_private import empty_like, schema_of
 
 ROOT = "qtk_root"

@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
-from qtk.graph.module_stack import MODULE_STACK
-from qtk.operators.targets import MEMBERS
+from qtk.operators.targets import MEMBERS, MODULE_STACK
 from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes
 
 HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"

@@ -12,7 +12,8 @@ from qtk.graph.graphs import nested_graphs, roots
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, join, label, value_site
-from qtk.operators.op_table import RECURRENT, row_of
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import RECURRENT
 
 
 def dynamic_steps(simulation: Simulation) -> dict[str, list[Site]]:

@@ -10,8 +10,8 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Precision
-from qtk.operators.op_table import row_of
 
 
 def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[str]:

@@ -10,10 +10,9 @@ from torch import Tensor, fx
 
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 from qtk.graph.written_buffers import is_input, is_state, is_write
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Role
-from qtk.operators.op_table import row_of
-from qtk.operators.schema import aten_name
-from qtk.operators.targets import called_module
+from qtk.operators.targets import aten_name, called_module
 
 SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 

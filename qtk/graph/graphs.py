@@ -1,6 +1,8 @@
-"""The captured graphs of a prepared model: the model itself, its islands, and those nested in modules of a graph."""
+"""The captured graphs of a prepared model, itself, its islands and those nested in modules of a graph; its states."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import fx, nn
 
@@ -50,3 +52,23 @@ def _is_below(path: str, other: str) -> bool:
     if not other:
         return not (path == other or path.startswith("@"))
     return path.startswith(f"{other}.")
+
+
+def meta_of(model: nn.Module) -> dict[str, Any]:
+    """What is noted about a prepared model; empty of another module."""
+    return vars(model).get("meta") or {}
+
+
+STATES = "qtk_states"
+"""Key of the ``meta`` of a graph: name of an input → index of the output that it is the next time."""
+
+
+def states_of(model: nn.Module) -> dict[str, int]:
+    """Name of an input → index of the output that it is in the next call; empty if the model has no states."""
+    graph = roots(model).get("")
+    return {} if graph is None else returned_states(graph)
+
+
+def returned_states(graph: fx.GraphModule) -> dict[str, int]:
+    """Name of a state → index of the output of one graph, of a variant too, that it is in the next call."""
+    return dict(graph.meta.get(STATES, {}))

@@ -12,11 +12,11 @@ from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
-from qtk.graph.module_stack import MODULE_STACK
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
-from qtk.operators.op_table import CHANNEL_SCALE, row_of
-from qtk.operators.targets import called_module
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import CHANNEL_SCALE
+from qtk.operators.targets import MODULE_STACK, called_module
 from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.quantizers.quantizer import Quantizer
 

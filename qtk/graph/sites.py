@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from qtk.core.site import Site
-from qtk.graph.module_stack import module_calls
 from qtk.graph.written_buffers import is_state
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Role
-from qtk.operators.op_table import row_of
-from qtk.operators.targets import path_of
+from qtk.operators.targets import module_calls, path_of
 
 OWNER, OP, SITE = "qtk_owner", "qtk_op", "qtk_site"
 """Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call."""

@@ -15,10 +15,9 @@ from qtk.graph.insert import quantizer_called, quantizer_nodes
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Recurrent
 from qtk.numerics.token_layout import Count, Factor, TokenLayout
+from qtk.operators.lookup import op_name, row_of
 from qtk.operators.op_row import OpRow, Tokens
-from qtk.operators.op_table import op_name, row_of
-from qtk.operators.schema import aten_name, schema_arguments
-from qtk.operators.targets import called_module, packed_call
+from qtk.operators.targets import aten_name, called_module, packed_call, schema_arguments
 from qtk.ops.pack_padded import pack_padded
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import has_length_hint, length_hint

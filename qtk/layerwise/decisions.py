@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qtk.operators.schema import aten_name, schema_arguments
+from qtk.operators.targets import aten_name, schema_arguments
 
 WITH_VALUES = frozenset(("topk", "sort", "max", "min", "mode", "kthvalue", "median"))
 """Ops that return values and the indices that these were found at."""

@@ -14,7 +14,7 @@ from qtk.graph.graphs import graphs
 from qtk.moments.matrix_rows import MatrixRows
 from qtk.moments.stack_use import StackUse
 from qtk.nn.tap import Tap
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 
 TAPS = "qtk_taps"
 """The submodule of a graph that holds its taps."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from qtk.core.plan import leaders
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import frozen_before
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
-from qtk.planning.selection import leaders
 
 
 def select_layers(

@@ -41,7 +41,7 @@ from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
 from qtk.moments.stack_use import StackUse
 from qtk.numerics.im2col import Geometry, weight_to_gemm
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.operators.targets import called_module
 from qtk.public import NOT_OURS, raised_by_us
 

@@ -16,10 +16,9 @@ from qtk.layerwise.output_parts import Use, output_parts
 from qtk.layerwise.parameter_view import ParameterView, parameter_view
 from qtk.moments.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.im2col import Geometry
+from qtk.operators.lookup import op_name, row_of
 from qtk.operators.op_row import OpRow, Product
-from qtk.operators.op_table import op_name, row_of
-from qtk.operators.schema import schema_arguments
-from qtk.operators.targets import attribute
+from qtk.operators.targets import attribute, schema_arguments
 from qtk.quantizers.quantizer import Quantizer
 
 

@@ -20,9 +20,9 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.sites import Port
 from qtk.moments.matrix_rows import MatrixRows
 from qtk.numerics.matrix_axes import MatrixAxes
+from qtk.operators.lookup import op_name, row_of
 from qtk.operators.op_row import OpRow, Product
-from qtk.operators.op_table import op_name, row_of
-from qtk.operators.schema import aten_name
+from qtk.operators.targets import aten_name
 from qtk.torch_private import length_hint
 
 IN_PLACE = "identity"

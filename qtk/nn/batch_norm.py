@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtk.errors import CaptureError
+from qtk.nn.eval_mode import FROZEN, keep_frozen
 from qtk.torch_private import HOOK_TABLES, BatchNormBase, has_hooks
-
-_FROZEN = "_qtk_frozen"
-"""Attribute of a batch norm that stays in eval mode when its model is set to train mode."""
 
 
 class BatchNorm(nn.Module):
@@ -40,15 +38,8 @@ def freeze_batch_norms(model: nn.Module, frozen: bool) -> None:
     """Sets whether the batch norms of ``model`` stay in eval mode; they change to it now, and not back. In place."""
     for module in model.modules():
         if isinstance(module, (BatchNorm, BatchNormBase)):
-            vars(module)[_FROZEN] = frozen
+            vars(module)[FROZEN] = frozen
     keep_frozen(model)
-
-
-def keep_frozen(model: nn.Module) -> None:
-    """Puts the batch norms of ``model`` that are to stay in eval mode back into it. In place."""
-    for module in model.modules():
-        if vars(module).get(_FROZEN):
-            module.eval()
 
 
 def batch_norm(

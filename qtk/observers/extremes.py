@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtk.core.encoding import HOST, moved
 from qtk.core.granularity import Granularity
-from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
 from qtk.ops.extremes import add_extremes_
 from qtk.ops.statistics import min_max

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Mask, OpRow, Product, Role
-from qtk.operators.op_table import row_of
 from qtk.torch_private import schema_of
 
 CONVOLUTIONS = (Product.CONV, Product.CONV_TRANSPOSE)

@@ -7,12 +7,7 @@ from torch import fx
 
 from qtk.torch_private import length_hint
 
-# WeightAxes: the output-channel and the input-channel axis of a weight.
-
-
-def out_in(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    """``[out, in, …]``."""
-    return 0, 1
+# WeightAxes: the output-channel and the input-channel axis of a weight; ``op_row.out_in`` is the usual one.
 
 
 def in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:

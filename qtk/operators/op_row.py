@@ -178,3 +178,8 @@ class OpRow:
     def names(self) -> tuple[str, str]:
         """The names by which config rules match the op."""
         return (self.kind, self.family or self.kind)
+
+
+def out_in(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """The channel axes of most weights: ``[out, in, …]``; others are in ``qtk.operators.op_axes``."""
+    return 0, 1

@@ -8,27 +8,13 @@ An op without a row neither receives nor passes an encoding, and the report name
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 
-from torch import fx
-
-from qtk.nn.attention import Attention
-from qtk.nn.batch_norm import batch_norm
-from qtk.nn.channel_clamp import ChannelClamp
-from qtk.nn.channel_scale import ChannelScale
-from qtk.nn.dropout import Dropout
-from qtk.nn.instance_norm import InstanceNorm
-from qtk.nn.kept_batch_norm import kept_batch_norm
-from qtk.nn.recurrent import Recurrent, RecurrentCell
-from qtk.nn.scale_shift import ScaleShift
-from qtk.nn.train_only import train_only
 from qtk.operators.op_axes import (
     einsum_operand,
     factor,
     in_out,
     one_per_channel,
-    out_in,
     permuted_axis,
     reshaped_axis,
     same_axis,
@@ -47,10 +33,8 @@ from qtk.operators.op_row import (
     Role,
     Scaling,
     Tokens,
+    out_in,
 )
-from qtk.operators.schema import aten_name
-from qtk.operators.targets import called_module
-from qtk.torch_private import schema_of
 
 COMPUTE, MOVEMENT, MERGE, CREATE, COUNT = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE, Role.COUNT
 
@@ -270,72 +254,3 @@ OP_NAMES = frozenset(
     name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
 ) | {"input", "output"}
 """Every op name a config rule may use; ``output`` is fed alone, and no op that a rule matches."""
-
-
-def op_name(node: fx.Node) -> str:
-    """The op a node calls, for reports: ``aten.lstm.input``, or the module's class for a call_module."""
-    if node.op == "call_module":
-        return type(called_module(node)).__name__
-    return str(node.target)
-
-
-def row_of(node: fx.Node) -> OpRow | None:
-    """The row of the op that a node calls; ``None`` if the op has no row, or the node calls no op."""
-    if node.op == "call_module":
-        match called_module(node):
-            case ChannelClamp():
-                return ROWS["qtk::channel_clamp"]
-            case ScaleShift():
-                return ROWS["qtk::scale_shift"]
-            case Dropout():
-                return ROWS["dropout"]
-            case InstanceNorm():
-                return ROWS["instance_norm"]
-            case ChannelScale():
-                return CHANNEL_SCALE
-            case Attention():
-                return ROWS["scaled_dot_product_attention"]
-            case Recurrent(kind=kind) | RecurrentCell(kind=kind):
-                return RECURRENT[kind.partition("_")[0]]
-        return None
-    if node.op != "call_function":
-        return None
-    schema = schema_of(node.target)
-    if schema is None:
-        return OF_FUNCTIONS.get(node.target)
-    name = schema.name.removeprefix("aten::")
-    if name in ("constant_pad_nd", "pad", "_pad_packed_sequence") and _fill_value(node):
-        return PAD_WITH_VALUE
-    if name == "group_norm" and node.args[1] == 1:
-        return ONE_GROUP_NORM
-    return ROWS.get(f"{name}.{schema.overload_name or 'default'}") or ROWS.get(name)
-
-
-def is_product(function: object) -> bool:
-    """Whether an op, such as ``torch.ops.aten.linear.default``, is a matrix product or a convolution."""
-    name = aten_name(function)
-    row = None if name is None else ROWS.get(name)
-    return row is not None and row.product is not None
-
-
-GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
-
-OF_FUNCTIONS: dict[object, OpRow] = {
-    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
-}
-"""Functions in Python that graphs call → their rows."""
-
-ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")
-"""A group norm over all channels: a layer norm, by which transformers on images normalize their tokens."""
-
-PAD_WITH_VALUE = OpRow("pad", COMPUTE, inputs=(0,))
-"""Padding with a number other than 0: a value that the input's encoding may not represent."""
-
-
-def _fill_value(node: fx.Node) -> object:
-    """The number a pad op fills with (0 when it copies values of its input)."""
-    if "constant_pad_nd" in str(node.target):
-        return node.args[2] if len(node.args) > 2 else 0
-    if "_pad_packed_sequence" in str(node.target):
-        return node.args[3]
-    return node.args[3] if len(node.args) > 3 and node.args[2] == "constant" else 0

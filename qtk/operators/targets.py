@@ -1,7 +1,13 @@
-"""Looks up the attribute or module that the target of a node names, and the path that users know it by."""
+"""What a node reads or calls: its attribute or module, the path that users know it by, its arguments by their names.
+
+And the calls of modules around it, as torch.export notes them in its metadata.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -10,6 +16,7 @@ from qtk.nn.batch_norm import batch_norm
 from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.recurrent import Recurrent
 from qtk.nn.train_only import train_only
+from qtk.torch_private import schema_of
 
 MEMBERS = "qtk_members"
 """The attribute by which a graph reads those members of the original whose names ``fx.GraphModule`` or a prepared model
@@ -72,3 +79,50 @@ BATCH_SIZES = 4
 def packed_call(node: fx.Node) -> bool:
     """Whether ``node`` calls a recurrent net with a packed sequence."""
     return isinstance(called_module(node), Recurrent) and len(node.args) > BATCH_SIZES
+
+
+def schema_arguments(node: fx.Node) -> dict[str, fx.node.Argument]:
+    """Name → argument of an ATen call, defaults included."""
+    return named_arguments(node, node.args, node.kwargs)
+
+
+def named_arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``schema_arguments``, with ``args`` and ``kwargs`` in place of the arguments of ``node``."""
+    schema = schema_of(node.target)
+    assert schema is not None, f"{node} calls no op of torch"
+    positional = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+    return {argument.name: argument.default_value for argument in schema.arguments} | positional | dict(kwargs)
+
+
+def aten_name(target: object) -> str | None:
+    """``"add"`` for ``aten.add.Tensor``; other ops with their namespace; ``None`` if ``target`` is no op."""
+    schema = schema_of(target)
+    return None if schema is None else schema.name.removeprefix("aten::")
+
+
+MODULE_STACK = "nn_module_stack"
+"""The entry of ``node.meta``: key of a call → (path of the module, its class), the outermost first."""
+
+_LATER = re.compile(r"@\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of the module at ``path``; ``key`` differs between calls of one module."""
+
+    path: str
+    key: str
+    is_first: bool
+
+
+def module_calls(node: fx.Node) -> list[ModuleCall]:
+    """The calls around an op, the outermost first; that of the model itself has the path ``""``.
+
+    Later calls of a module are marked in the key, or in the path by releases of torch before; frames of functions are
+    left out.
+    """
+    return [
+        ModuleCall(_LATER.sub("", path), key, not _LATER.search(key + path))
+        for key, (path, _) in (node.meta.get(MODULE_STACK) or {}).items()
+        if not key.startswith("_empty")
+    ]

@@ -24,8 +24,9 @@ from qtk.graph.flow import Flow, is_result, maker
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
 from qtk.operators.contents import Trait, contents
+from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Precision, Role
-from qtk.operators.op_table import PYTHON, RECURRENT, op_name
+from qtk.operators.op_table import PYTHON, RECURRENT
 from qtk.planning.adapters import SUMS, adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import OUTPUT, Feeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 
 GATED = ("silu", "hardswish", "gate")
 """Kinds of formulas that are a value times its gate."""

@@ -17,8 +17,8 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import is_input
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import row_of
 
 EMBEDDING = "embedding"
 ARANGE = torch.ops.aten.arange

@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from qtk.graph.sites import is_float
 from qtk.graph.written_buffers import is_state
-from qtk.operators.op_table import IDENTITY, SPLIT, row_of
-from qtk.operators.schema import aten_name, named_arguments
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import IDENTITY, SPLIT
+from qtk.operators.targets import aten_name, named_arguments
 
 ATEN = torch.ops.aten
 

@@ -14,7 +14,7 @@ from qtk.core.spec import QuantSpec
 from qtk.graph.flow import maker
 from qtk.graph.sites import Port, edge_site, value_site
 from qtk.operators.op_row import OpRow
-from qtk.operators.schema import schema_arguments
+from qtk.operators.targets import schema_arguments
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft
 

@@ -7,8 +7,9 @@ from torch import fx
 from qtk.graph.flow import is_result, maker
 from qtk.graph.sites import exclusion, is_float
 from qtk.graph.written_buffers import is_input
+from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import CHANNEL_SCALE, op_name
+from qtk.operators.op_table import CHANNEL_SCALE
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
 

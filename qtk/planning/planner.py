@@ -59,8 +59,9 @@ from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, edge_site, label, ports, value_site
 from qtk.operators.contents import Trait
+from qtk.operators.lookup import PAD_WITH_VALUE, op_name
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import OP_NAMES, PAD_WITH_VALUE, PYTHON, op_name
+from qtk.operators.op_table import OP_NAMES, PYTHON
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases

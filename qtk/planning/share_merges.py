@@ -10,8 +10,8 @@ from qtk.core.granularity import PerChannel
 from qtk.core.plan import SitePlan
 from qtk.graph.flow import is_result, maker, reads_shape_only
 from qtk.graph.sites import Port, edge_site, value_site
+from qtk.operators.lookup import PAD_WITH_VALUE
 from qtk.operators.op_row import OpRow, Role
-from qtk.operators.op_table import PAD_WITH_VALUE
 from qtk.planning.draft import Draft, is_empty
 
 WITH_KERNELS = ("concat", "stack")

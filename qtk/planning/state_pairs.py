@@ -9,17 +9,15 @@ from dataclasses import replace
 from torch import fx, nn
 
 from qtk.calls.signature import input_nodes, output_nodes
-from qtk.calls.states import returned_states, states_of
 from qtk.core.granularity import PerChannel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
-from qtk.graph.graphs import contents_of, graphs, roots
+from qtk.graph.graphs import graphs, returned_states, roots, states_of
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import written_buffers
 from qtk.nn.recurrent import Recurrent, RecurrentCell
-from qtk.operators.contents import Trait
 from qtk.operators.targets import attribute, called_module
 
 
@@ -30,8 +28,6 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
     several layers shares one encoding with the states of all of them; one that several graphs write, with the values
     of all.
     """
-    if Trait.WRITES not in contents_of(model) and not states_of(model):
-        return plan
     sites, makers, reasons = dict(plan.sites), dict[Site, list[Site]](), dict[Site, str]()
     for given, graph, returned, reason in _states(model):
         of_state = [site for site in _makers(graph, returned) if site in sites]

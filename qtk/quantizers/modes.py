@@ -1,12 +1,15 @@
-"""Switches many quantizers at once: their mode, and whether they cache fake-quantized weights."""
+"""Many quantizers at once: switches their mode and their caches of weights, and reads their encodings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
+from qtk.core.encoding import HOST, Encoding, moved
+from qtk.errors import EncodingError
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
@@ -43,3 +46,24 @@ def caching(model: nn.Module) -> Iterator[None]:
         for cache in caches:
             cache.enabled = False
             cache.clear()
+
+
+@torch.no_grad()
+def read_encodings(quantizers: Sequence[Quantizer]) -> list[Encoding | EncodingError | None]:
+    """The encodings of ``quantizers`` on the CPU, of those on the meta device there; errors in place of invalid ones.
+
+    >>> from qtk.core.dtypes import dtype
+    >>> from qtk.core.spec import QuantSpec
+    >>> read_encodings([Quantizer(QuantSpec(dtype("int8"), symmetric=True), site="fc.weight")])
+    [None]
+    """
+    ranges = [quantizer.range() for quantizer in quantizers]
+    given = [tensor for each in ranges for tensor in each if tensor is not None and not tensor.is_meta]
+    read = dict(zip(map(id, given), moved(given, HOST), strict=True))
+    results: list[Encoding | EncodingError | None] = []
+    for quantizer, (scale, zero_point) in zip(quantizers, ranges, strict=True):
+        try:
+            results.append(quantizer.encoding_of(*(read.get(id(each), each) for each in (scale, zero_point))))
+        except EncodingError as error:
+            results.append(error)
+    return results

@@ -43,3 +43,28 @@ class Difference:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+WITHIN_ONE_STEP = 0.999
+"""The share of output values that must be within one step of the simulation's, unless SQNR is high."""
+
+HIGH_SQNR_DB = 35.0
+"""SQNR against the simulation above which a deep model computes what was simulated: what is left are values on
+rounding edges, which differ by a step after float sums in another order, and what follows from them."""
+
+
+def is_close(difference: Difference, tolerance_db: float = HIGH_SQNR_DB) -> bool:
+    """Whether values are within one step nearly everywhere, or have a high SQNR.
+
+    Args:
+        difference: of the values from the simulation's.
+        tolerance_db: the SQNR that a right file may have (``qtk.runtimes.tolerance``), where that is lower.
+
+    >>> close = Difference("y", elements=20, differing=0.05, beyond_one_step=0.05, max_difference=1, max_steps=2,
+    ...                    sqnr_db=30.0)
+    >>> is_close(close), is_close(close, tolerance_db=26.0)
+    (False, True)
+    """
+    beyond = difference.beyond_one_step
+    is_high = difference.sqnr_db >= min(HIGH_SQNR_DB, tolerance_db)
+    return is_high or (beyond is not None and beyond <= 1 - WITHIN_ONE_STEP)

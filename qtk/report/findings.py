@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtk.report.difference import Difference
+from qtk.report.difference import HIGH_SQNR_DB, WITHIN_ONE_STEP, Difference, is_close
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Finding, Level, Run
-
-WITHIN_ONE_STEP = 0.999
-"""The share of output values that must be within one step of the simulation's, unless SQNR is high."""
-
-HIGH_SQNR_DB = 35.0
-"""SQNR against the simulation above which a deep model computes what was simulated: what is left are values on
-rounding edges, which differ by a step after float sums in another order, and what follows from them."""
 
 EXACT_SQNR_DB, MOST_ON_EDGES = 60.0, 0.1
 """SQNR of an op that is given the simulation's values, or else the share of its codes that may be others, by a step.
@@ -81,23 +74,6 @@ def agrees(run: Run, tolerance_db: float = HIGH_SQNR_DB) -> bool:
     False
     """
     return run.total is not None and is_close(run.total, tolerance_db)
-
-
-def is_close(difference: Difference, tolerance_db: float = HIGH_SQNR_DB) -> bool:
-    """Whether values are within one step nearly everywhere, or have a high SQNR.
-
-    Args:
-        difference: of the values from the simulation's.
-        tolerance_db: the SQNR that a right file may have (``qtk.runtimes.tolerance``), where that is lower.
-
-    >>> close = Difference("y", elements=20, differing=0.05, beyond_one_step=0.05, max_difference=1, max_steps=2,
-    ...                    sqnr_db=30.0)
-    >>> is_close(close), is_close(close, tolerance_db=26.0)
-    (False, True)
-    """
-    beyond = difference.beyond_one_step
-    is_high = difference.sqnr_db >= min(HIGH_SQNR_DB, tolerance_db)
-    return is_high or (beyond is not None and beyond <= 1 - WITHIN_ONE_STEP)
 
 
 def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, ...]:

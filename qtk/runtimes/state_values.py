@@ -11,8 +11,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from qtk.export.onnx.dequantize_nodes import is_integer
 from qtk.export.onnx.file_states import STATES
+from qtk.export.onnx.node_writer import is_integer
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.runtimes.site_outputs import SiteOutput
 

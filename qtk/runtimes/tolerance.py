@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call
-from qtk.capture.untouched import untouched
-from qtk.export.file_signature import file_outputs
-from qtk.graph.written_buffers import write_buffers
-from qtk.nn.eval_mode import evaluating
+from qtk.export.file_signature import tensor_outputs
 from qtk.numerics.error import decibels
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
@@ -22,14 +19,6 @@ NOISE = 2.0
 
 MARGIN_DB = 6.0
 """A runtime may round more often than the noise is added, and its integer kernels round once more: twice the size."""
-
-
-def tensor_outputs(model: fx.GraphModule, call: Call) -> list[Tensor]:
-    """The outputs of the file of a graph in a call, in eval mode; what the call writes into the model is undone."""
-    with untouched(model), evaluating(model), torch.no_grad():
-        write_buffers(model, call.buffers)
-        result = nn.Module.__call__(model, *call.args, **call.kwargs)  # of this graph, not of a variant of it
-        return [value.detach().clone() for value in file_outputs(model, result)]
 
 
 def tolerance_db(

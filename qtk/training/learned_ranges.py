@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import nn
 
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.errors import CalibrationError, NotCalibratedError
 from qtk.graph.simulation import Simulation
 from qtk.ops.gradient_scale import GradientScale
-from qtk.planning.selection import leaders
 from qtk.quantizers.quantizer import Quantizer
 from qtk.training.stale_optimizers import watch_optimizers
 from qtk.training.stale_wrappers import watch_wrappers

@@ -18,10 +18,9 @@ from qtk.algorithms.equalization import absorbed_bias
 from qtk.channels.channel_scales import ChannelScales, WeightedInput, WeightedOutput
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import value_site
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
-from qtk.operators.schema import schema_arguments
-from qtk.operators.targets import attribute
+from qtk.operators.targets import attribute, schema_arguments
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import GraphEditor
 from qtk.transforms.members import Members

@@ -13,7 +13,8 @@ from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.sites import GRAPH_PATH, OP, OWNER, add_labels, label
 from qtk.nn.channel_scale import ChannelScale
-from qtk.operators.op_table import CHANNEL_SCALE, row_of
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import CHANNEL_SCALE
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
 from qtk.transforms.steps import State
 

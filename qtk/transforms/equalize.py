@@ -17,7 +17,7 @@ from qtk.algorithms.equalization import LayerMagnitudes, equalize
 from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.channels.channel_scales import ChannelScales, WeightedOutput
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.transforms.absorb_bias import Statistics, absorbable_biases, folded_statistics
 from qtk.transforms.clamp_step import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of

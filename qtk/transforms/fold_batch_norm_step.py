@@ -14,8 +14,8 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.sites import join
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.scale_shift import ScaleShift
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
 from qtk.operators.targets import attribute
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside, erase, read_parameter, weight_parameter
 from qtk.transforms.steps import State

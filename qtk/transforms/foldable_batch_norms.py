@@ -12,10 +12,10 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Product
-from qtk.operators.op_table import DROPOUT, row_of
-from qtk.operators.schema import schema_arguments
-from qtk.operators.targets import attribute, batch_norm_called
+from qtk.operators.op_table import DROPOUT
+from qtk.operators.targets import attribute, batch_norm_called, schema_arguments
 from qtk.torch_private import length_hint
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import beside, weight_parameter

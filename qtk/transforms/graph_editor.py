@@ -11,7 +11,7 @@ from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join, value_site
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.operators.targets import attribute
 from qtk.transforms.members import Members
 

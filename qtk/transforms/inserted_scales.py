@@ -14,8 +14,8 @@ from qtk.core.plan import SitePlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import OWNER, join, label, value_site
+from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import op_name
 from qtk.operators.targets import attribute
 from qtk.transforms.channel_scale_step import InsertChannelScale
 from qtk.transforms.members import Members

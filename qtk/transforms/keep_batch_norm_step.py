@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.insert import quantizer_called
-from qtk.graph.module_stack import MODULE_STACK
 from qtk.graph.sites import set_value_site, value_site
 from qtk.nn.batch_norm import batch_norm
 from qtk.nn.kept_batch_norm import (
@@ -26,9 +25,9 @@ from qtk.nn.kept_batch_norm import (
     unscaled_weight,
     weight_in_use,
 )
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
-from qtk.operators.op_table import row_of
-from qtk.operators.targets import batch_norm_called, kept_batch_norm_called
+from qtk.operators.targets import MODULE_STACK, batch_norm_called, kept_batch_norm_called
 from qtk.quantizers.quantizer import Quantizer
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Layer, give_bias
 from qtk.transforms.graph_editor import GraphEditor, weight_parameter

@@ -18,9 +18,8 @@ from torch import nn
 
 from qtk.calls.calls import Call
 from qtk.capture.prepared_model import PreparedModel
-from qtk.core.needs import found_where
 from qtk.core.site import Site
-from qtk.graph.graphs import contents_of, graphs
+from qtk.graph.graphs import graphs
 from qtk.graph.insert import insert, remove
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import value_site
@@ -37,7 +36,7 @@ from qtk.transforms.snapshot import Snapshot, unchanged_on_error
 from qtk.transforms.steps import RemoveParameters, is_transformed, make, steps_of
 
 BATCH_NORM = "batch_norm"
-"""The kind of op that a model needs to have."""
+"""The kind of op that a model must have, or there is nothing to settle."""
 
 
 def keep_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
@@ -60,9 +59,7 @@ def settle_batch_norms(model: PreparedModel, call: Call, how: bool | Literal["at
     """
     if is_transformed(model) or not how:
         return
-    settle = keep_batch_norms if how == "at_export" else fold_batch_norms
-    if found_where({BATCH_NORM}, contents_of(model), lambda: settle(model, call), None) is None:
-        make(model, [])
+    (keep_batch_norms if how == "at_export" else fold_batch_norms)(model, call)
 
 
 def fold_kept(simulation: Simulation) -> tuple[Simulation, TransformResult]:
@@ -88,7 +85,7 @@ def fold_kept(simulation: Simulation) -> tuple[Simulation, TransformResult]:
 @contextmanager
 def folded(simulation: Simulation) -> Iterator[Simulation]:
     """The simulation with its kept batch norms folded while the body runs."""
-    if not steps_of(simulation.model) or not is_kept(simulation.model):
+    if not is_kept(simulation.model):
         yield simulation
         return
     snapshot = Snapshot(simulation.model)
@@ -104,9 +101,6 @@ def as_folded(model: PreparedModel) -> Iterator[dict[Site, str]]:
 
     Yields: see ``folded_sites``.
     """
-    if not steps_of(model):
-        yield {}
-        return
     if not is_kept(model):
         yield folded_sites(model)
         return

@@ -19,8 +19,8 @@ from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow, ancestors
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.numerics.ranges import choose_range
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product as ProductKind
-from qtk.operators.op_table import row_of
 from qtk.operators.targets import attribute
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.transforms.input_statistics import InputStatistics, Sampling

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtk.capture.prepared_model import PreparedModel
+from qtk.graph.graphs import meta_of
 from qtk.transforms.graph_editor import GraphEditor
 from qtk.transforms.members import Members
 
@@ -72,8 +73,7 @@ class RemoveParameters:
 
 def steps_of(model: nn.Module) -> tuple[Step, ...]:
     """The steps made on a prepared model."""
-    meta = vars(model).get("meta") or {}
-    steps: tuple[Step, ...] = meta.get(STEPS, ())
+    steps: tuple[Step, ...] = meta_of(model).get(STEPS, ())
     return steps
 
 

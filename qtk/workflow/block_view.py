@@ -12,10 +12,9 @@ from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS
-from qtk.graph.module_stack import module_calls
 from qtk.graph.simulation import HasSimulation
 from qtk.graph.sites import prefixes
-from qtk.operators.targets import attribute, called_module
+from qtk.operators.targets import attribute, called_module, module_calls
 from qtk.public import public
 from qtk.registry import nearest
 
@@ -70,6 +69,13 @@ def block_view(
     Raises: CaptureError if a path matches nothing that can be cut, a cut is not convex (what leaves a block enters it
         again), or the model could not be captured as one graph.
     """
+    model = _one_graph(sim)
+    return BlockView(model, _selected(model, [blocks] if isinstance(blocks, str) else list(blocks)),
+                     recompute=checkpoint)
+
+
+def _one_graph(sim: HasSimulation | PreparedModel) -> PreparedGraph:
+    """The model. Raises: CaptureError if it is none, or not one graph."""
     model = sim if isinstance(sim, PreparedModel) else getattr(getattr(sim, "simulation", None), "model", None)
     if not isinstance(model, PreparedModel):
         raise CaptureError(f"block_view takes a QuantSim or a prepared model, got {type(sim).__name__}; pass "
@@ -82,8 +88,7 @@ def block_view(
         )
     if not model.report.complete:
         raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
-    return BlockView(model, _selected(model, [blocks] if isinstance(blocks, str) else list(blocks)),
-                     recompute=checkpoint)
+    return model
 
 
 def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:

@@ -9,8 +9,8 @@ from qtk.errors import CheckError, EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
 from qtk.graph.simulation import Simulation
+from qtk.quantizers.modes import read_encodings
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.quantizers.read_encodings import read_encodings
 
 
 def check(simulation: Simulation) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.runtime import FileFormat, Runtime, RuntimeRule
 from qtk.config.schema import QuantConfig
-from qtk.config.shipped import shipped_names
 from qtk.core.dtypes import INT32
 from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.calibration.site_samples import SiteSamples
 from qtk.calibration.uneven_merges import uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
-from qtk.calibration.width_check import SiteSamples, warn_of_unheld
+from qtk.calibration.width_check import warn_of_unheld
 from qtk.config.load import precise_in
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.needs import concerned
 from qtk.graph.graphs import contents_of
+from qtk.graph.insert import drop_sites, insert, remove
 from qtk.graph.simulation import Simulation
 from qtk.observers.ranks import exchanged, several_ranks
 from qtk.operators.op_row import Role
+from qtk.quantizers.quantizer import Mode
+from qtk.transforms.rewrite import Configurable, Rewritable, replan_simulation
 from qtk.workflow.check import check
-from qtk.workflow.dropped_sites import dropped_sites_back
-from qtk.workflow.rewrite import Configurable, replan_simulation
 
 
 def compute_encodings(
@@ -63,7 +65,7 @@ def compute_encodings(
         if ``sites`` is ``None``, as ``check``.
     """
     computes_all = sites is None and not only_missing
-    with dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext():
+    with _dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext():
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
     rules = _rules_of_data(samples, sim.simulation) if computes_all else []
@@ -77,7 +79,8 @@ def compute_encodings(
         missing = {site: plan for site, plan in missing.items() if not plan.spec.dynamic}  # these have been watched
         sim.simulation, later = calibrate(sim.simulation, missing, data)
         samples |= later
-    warn_of_unheld(samples, sim.simulation)
+    if unheld := samples.unheld(sim.simulation):
+        warn_of_unheld(unheld)
     if sites is None:
         check(sim.simulation)
 
@@ -129,3 +132,20 @@ class RulesOfData:
 RULES_OF_DATA = (
     RulesOfData(_rules_apart, frozenset({Role.MERGE})), RulesOfData(unheld_steps, frozenset({"recurrent"})),
 )
+
+
+@contextmanager
+def _dropped_sites_back(sim: Rewritable) -> Iterator[None]:
+    """Plans the sites again that an earlier calibration dropped; an exception takes them out again."""
+    before, model = sim.simulation, sim.model
+    remove(model)
+    plan = sim.plan_of(model)
+    sim.simulation = Simulation(model, plan, insert(model, plan, known=before.quantizers), target=before.target)
+    for site, quantizer in sim.simulation.quantizers.items():
+        if site not in before.quantizers:
+            quantizer.mode = Mode.SIMULATE
+    try:
+        yield
+    except BaseException:
+        sim.simulation = drop_sites(sim.simulation, before.dropped)
+        raise

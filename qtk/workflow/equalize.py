@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from qtk.capture.prepared_model import PreparedModel
-from qtk.errors import CaptureError
 from qtk.public import public
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import TransformResult
-from qtk.workflow.rewrite import Rewritable, refuse_kept, rewrite_simulation
+from qtk.transforms.rewrite import Rewritable, refuse_kept, rewrite_simulation, with_example
 
 
 @public
@@ -59,11 +58,4 @@ def equalize_model(prepared_or_sim: PreparedModel | Rewritable) -> TransformResu
     if not isinstance(prepared_or_sim, PreparedModel) and hasattr(prepared_or_sim, "simulation"):
         refuse_kept(prepared_or_sim)
         return rewrite_simulation(prepared_or_sim, equalize_layers)
-    if not isinstance(prepared_or_sim, PreparedModel):
-        raise CaptureError(
-            f"equalize_model takes a prepared model or a QuantSim, got {type(prepared_or_sim).__name__}; "
-            "call prepare_model(model, example_inputs) first"
-        )
-    if prepared_or_sim.example is None:
-        raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
-    return equalize_layers(prepared_or_sim, prepared_or_sim.example)
+    return equalize_layers(*with_example(prepared_or_sim, "equalize_model"))

@@ -24,27 +24,26 @@ from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call, with_rows
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.calls.signature import values_of
-from qtk.calls.states import states_of
 from qtk.capture.exclusion import excluded_modules
 from qtk.capture.tracing import TRACING
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
-from qtk.config.shipped import shipped_names
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_json, pt2e
-from qtk.export.file_names import file_stem
-from qtk.export.read_back import compare_encodings
+from qtk.export.file_signature import file_stem
+from qtk.export.simulated_sites import compare_encodings
 from qtk.export.site_roles import parameter_roles
-from qtk.graph.graphs import roots
+from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
-from qtk.transforms.steps import op_changes
+from qtk.transforms.steps import STEPS, op_changes
 from qtk.workflow.check import check
 
 ENCODINGS_FILE = "encodings.json"
@@ -139,7 +138,8 @@ def export(
             raise ExportError(f"{name}={shown} has no effect on the formats {', '.join(exporters)}; add {format!r} or "
                               f"leave {name} out")
     check(simulation)
-    with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
+    folding = folded(simulation) if STEPS in meta_of(simulation.model) else contextlib.nullcontext(simulation)
+    with TRACING, staged_directory(directory, force=force) as folder, folding as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
 

@@ -90,6 +90,14 @@ def export_gguf(
     target = Path(path)
     if target.exists() and not force:
         raise ExportError(f"{target} exists; pass force=True to replace it, or choose another name")
+    _write(source, target, replaced, expected)
+    return {name: kind for name, (kind, _) in replaced.items()}
+
+
+def _write(
+    source: Template, target: Path, replaced: Mapping[str, tuple[GgufType, Tensor]], expected: Mapping[str, Tensor]
+) -> None:
+    """Writes the file, reads it back and compares it, whole or not at all. Raises: ExportError."""
     stage = target.with_name(f"{target.name}.unfinished")
     try:
         source.write(stage, replaced)
@@ -99,7 +107,6 @@ def export_gguf(
         raise ExportError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
         stage.unlink(missing_ok=True)
-    return {name: kind for name, (kind, _) in replaced.items()}
 
 
 def _float_state(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:

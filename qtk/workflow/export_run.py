@@ -9,20 +9,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from qtk.analysis.simulated_values import Reference, SimulatedValues, step_of
+from qtk.analysis.simulated_values import Reference, SimulatedValues
 from qtk.calls.calls import Call
-from qtk.calls.states import STATES
 from qtk.errors import ExportError, first_line
-from qtk.export.file_signature import file_inputs, file_signature
+from qtk.export.file_signature import file_inputs, file_signature, tensor_outputs
+from qtk.export.simulated_sites import step_of
+from qtk.graph.graphs import STATES
 from qtk.graph.insert import quantizer_called
-from qtk.report.difference import Difference
-from qtk.report.findings import AMPLIFIED_DB, HIGH_SQNR_DB, departs, is_changed, is_close
+from qtk.report.difference import HIGH_SQNR_DB, Difference, is_close
+from qtk.report.findings import AMPLIFIED_DB, departs, is_changed
 from qtk.runtimes.difference_sums import DifferenceSums
 from qtk.runtimes.op_runs import op_differences
 from qtk.runtimes.session import Optimizations, create_session, other_float_remedy, session_with
 from qtk.runtimes.site_outputs import site_outputs
 from qtk.runtimes.state_values import StateCodes
-from qtk.runtimes.tolerance import tensor_outputs, tolerance_db
+from qtk.runtimes.tolerance import tolerance_db
 
 VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs"
 

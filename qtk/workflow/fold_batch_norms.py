@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qtk.capture.prepared_model import PreparedModel
-from qtk.errors import CaptureError
 from qtk.public import public
 from qtk.transforms import fold_batch_norms as transform
 from qtk.transforms.keep_batch_norms import fold_kept, is_kept
 from qtk.transforms.result import TransformResult
+from qtk.transforms.rewrite import Rewritable, rewrite_simulation, with_example
 from qtk.transforms.snapshot import unchanged_on_error
-from qtk.workflow.rewrite import Rewritable, rewrite_simulation
 
 
 @public
@@ -63,14 +62,7 @@ def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformRe
     """
     if not isinstance(prepared_or_sim, PreparedModel) and hasattr(prepared_or_sim, "simulation"):
         return _fold_simulation(prepared_or_sim)
-    if not isinstance(prepared_or_sim, PreparedModel):
-        raise CaptureError(
-            f"fold_batch_norms takes a prepared model or a QuantSim, got {type(prepared_or_sim).__name__}; "
-            "call prepare_model(model, example_inputs) first"
-        )
-    if prepared_or_sim.example is None:
-        raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
-    return transform.fold_batch_norms(prepared_or_sim, prepared_or_sim.example)
+    return transform.fold_batch_norms(*with_example(prepared_or_sim, "fold_batch_norms"))
 
 
 def _fold_simulation(sim: Rewritable) -> TransformResult:

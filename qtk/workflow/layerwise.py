@@ -16,6 +16,7 @@ from qtk.data.forward_pass import Data, Forward
 from qtk.data.recorded_calls import recorded_calls
 from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
+from qtk.graph.graphs import meta_of
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.methods import LayerwiseMethod, method
@@ -29,7 +30,8 @@ from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
-from qtk.workflow.rewrite import refuse_kept
+from qtk.transforms.rewrite import refuse_kept
+from qtk.transforms.steps import STEPS
 
 LEFT = 0.1
 """Share of the parameters left as they are from which a warning is due."""
@@ -107,7 +109,8 @@ def apply_layerwise(
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
     start, simulation = options.start, sim.simulation
     goes_on = start == "present" or (start is None and all(each.needs_bias for each in resolved))
-    refuse_kept(sim)
+    if STEPS in meta_of(simulation.model):
+        refuse_kept(sim)
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
     with ExitStack() as stack:
         for context in contexts:

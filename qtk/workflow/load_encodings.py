@@ -17,7 +17,7 @@ from qtk.aimet.named_encodings import site_shapes
 from qtk.aimet.tensor_names import tensor_names
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor, Shape
-from qtk.core.plan import QuantPlan
+from qtk.core.plan import QuantPlan, leaders
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
@@ -28,7 +28,6 @@ from qtk.graph.insert import drop_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, edge_site, label, ports
 from qtk.nn.device import device_of
-from qtk.planning.selection import leaders
 from qtk.public import public
 from qtk.registry import did_you_mean
 
@@ -142,12 +141,7 @@ def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: boo
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError(f"{where} does not fit the simulation, nothing was loaded:\n  "
                             + "\n  ".join(findings[:LISTED]) + more)
-    device = device_of(simulation.model)
-    for site, encoding in loaded.items():
-        quantizer = simulation.quantizers[site]
-        frozen, quantizer.frozen = quantizer.frozen, False
-        quantizer.load_encoding(encoding.to(device))
-        quantizer.frozen = freeze or frozen
+    _load(simulation, loaded, freeze=freeze)
     if masked:
         holder.simulation = drop_sites(simulation, masked)
     return LoadedEncodings(where, tuple(site.name for site in loaded), tuple(ignored), tuple(missing), freeze)
@@ -173,6 +167,16 @@ class _Content:
         sites |= _sites_read(simulation.model) | _inputs_and_outputs(simulation.model, beside)
         moved = {name for name in self.entries if onnx_names.is_movement(name, beside.names)}
         return sites | tensor_names(simulation.model), moved
+
+
+def _load(simulation: Simulation, encodings: Mapping[Site, Encoding], *, freeze: bool) -> None:
+    """Loads encodings into the quantizers, frozen ones too. Changes ``simulation``."""
+    device = device_of(simulation.model)
+    for site, encoding in encodings.items():
+        quantizer = simulation.quantizers[site]
+        frozen, quantizer.frozen = quantizer.frozen, False
+        quantizer.load_encoding(encoding.to(device))
+        quantizer.frozen = freeze or frozen
 
 
 def _content(source: Source, where: str) -> _Content:

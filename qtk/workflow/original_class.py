@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qtk.calls.call_kind import signature_of
 from qtk.calls.calls import Call, detached
 from qtk.calls.containers import is_cache
+from qtk.calls.signature import signature_of
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
 from qtk.capture.verify_prepared import output_difference

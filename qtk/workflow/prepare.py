@@ -26,11 +26,13 @@ from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import join_variants, refuse_equal_kinds
 from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
+from qtk.core.needs import found_where
 from qtk.errors import CaptureError, VerificationError, first_line
-from qtk.graph.graphs import graphs, roots
+from qtk.graph.graphs import contents_of, graphs, roots
 from qtk.graph.sites import join
 from qtk.nn.device import LOAD, empty_tensors, is_dry_run, refuse_offloaded
-from qtk.nn.fast_path import fast_path_off
+from qtk.nn.eval_mode import fast_path_off
+from qtk.operators.contents import Trait
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
@@ -205,7 +207,7 @@ def _prepared(
                for graph, call, outcome in zip(graphs_of_calls, calls, expected, strict=True)] if verify else []
     if isinstance(prepared, PreparedGraph) and len(calls) > 1:
         join_variants(model, graphs_of_calls, calls, expected if verify else ())
-    pass_on_buffers(roots(prepared).values())
+    found_where({Trait.WRITES}, contents_of(prepared), lambda: pass_on_buffers(roots(prepared).values()), None)
     notes += [*(exclude(prepared, excluded) if excluded else ()), *_unregistered(model)]
     unknown = None if isinstance(prepared, PreparedGraph) else _registration(calls, expected)
     notes += [] if unknown is None else [unknown]

@@ -8,12 +8,12 @@ import torch
 
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
-from qtk.planning.selection import leaders
 from qtk.training.learned_ranges import fix_ranges
 
 

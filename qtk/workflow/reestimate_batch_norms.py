@@ -49,13 +49,8 @@ class _Norm:
 
 @public
 def reestimate_batch_norms(
-    sim: HasSimulation,
-    data: Data,
-    *,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    progress: bool = True,
-    valid: Valid | None = None,
+    sim: HasSimulation, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
+    progress: bool = True, valid: Valid | None = None,
 ) -> TransformResult:
     """Replaces the running statistics of batch norms by those of the quantized forward pass.
 
@@ -108,6 +103,14 @@ def reestimate_batch_norms(
         if not all(bool(average.isfinite().all()) for average in averages[id(norm.mean)]):
             raise CalibrationError(f"{norm.name}: the statistics of its input became NaN or infinite; check the "
                                    "data, and the encodings in front of it")
+    groups = tuple(_replace_statistics(simulation, norms, averages))
+    return TransformResult("reestimate_batch_norms", groups, nothing=nothing)
+
+
+def _replace_statistics(
+    simulation: Simulation, norms: list[_Norm], averages: Mapping[int, tuple[Tensor, Tensor]]
+) -> Iterator[GroupResult]:
+    """Writes the averages into the batch norms, and forgets the encodings that no longer fit."""
     before = {norm.name: (norm.mean.clone(), norm.var.clone()) for norm in norms}
     for norm in norms:
         mean, var = averages[id(norm.mean)]
@@ -119,8 +122,8 @@ def reestimate_batch_norms(
         quantizer = simulation.quantizers[site]
         if not quantizer.frozen:
             quantizer.drop_encoding()
-    groups = tuple(GroupResult(norm.name, Outcome.APPLIED, _moved(norm, *before[norm.name])) for norm in norms)
-    return TransformResult("reestimate_batch_norms", groups, nothing=nothing)
+    for norm in norms:
+        yield GroupResult(norm.name, Outcome.APPLIED, _moved(norm, *before[norm.name]))
 
 
 def _norms(model: nn.Module) -> Iterator[_Norm]:

@@ -11,14 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from qtk.analysis.compare import compare
+from qtk.analysis.drift import drift
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
+from qtk.analysis.sensitivity import sensitivity as measure_sensitivity
 from qtk.atomic import write_file
-from qtk.calls.states import states_of
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ExportError
+from qtk.graph.graphs import states_of
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
@@ -28,9 +31,6 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.account import Account
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
 from qtk.report.svg import Histogram
-from qtk.workflow.compare import compare
-from qtk.workflow.drift import drift
-from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
 
 T = TypeVar("T")
 
@@ -73,11 +73,7 @@ def report(
         ``compare``.
     """
     path = Path(path)
-    if path.is_dir() or (path.exists() and not force):
-        what = "is a directory" if path.is_dir() else "exists; pass force=True to replace it"
-        raise ExportError(f"{path} {what}, or give the path of a new file, report.html")
-    if not path.absolute().parent.is_dir():
-        raise ExportError(f"{path.absolute().parent} is no directory; make it, or give another path")
+    _refuse_taken(path, force=force)
     require_jinja2()
     batches = in_memory(data, num_batches)
     float_weights = FloatWeights(simulation)
@@ -93,12 +89,7 @@ def report(
     weights = [site for site in ranked if simulation.plan[site].static][:SHOWN_WEIGHTS]
     values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward, float_weights,
                      valid)
-    in_float, quantized = _parameter_bytes(simulation)
-    tiles = {
-        **(headline or {}), **({} if db is None else {"SQNR of the outputs": decibels_text(db)}),
-        "parameters, of " + _megabytes(in_float) + " in float": _megabytes(quantized),
-        "sites quantized": f"{len(simulation.plan)}", "values left in float": f"{len(simulation.plan.unquantized)}",
-    }
+    tiles = {**(headline or {}), **_figures(simulation, db)}
     write_file(path, page(Contents(
         title, tiles, simulation.plan, errors,
         {site.name: _histogram(values[site], simulation.quantizers[site].encoding) for site in ranked[:SHOWN_SITES]},
@@ -107,6 +98,25 @@ def report(
         costs, along, account, tuple(notes),
         f"{len(batches)} {'batch' if len(batches) == 1 else 'batches'} of {data_name}",
     )).encode())
+
+
+def _refuse_taken(path: Path, *, force: bool) -> None:
+    """Raises: ExportError if a file cannot be written there, or would be replaced unasked."""
+    if path.is_dir() or (path.exists() and not force):
+        what = "is a directory" if path.is_dir() else "exists; pass force=True to replace it"
+        raise ExportError(f"{path} {what}, or give the path of a new file, report.html")
+    if not path.absolute().parent.is_dir():
+        raise ExportError(f"{path.absolute().parent} is no directory; make it, or give another path")
+
+
+def _figures(simulation: Simulation, db: float | None) -> dict[str, str]:
+    """Name → number with its unit. ``db``: the SQNR of the outputs, if it was measured."""
+    in_float, quantized = _parameter_bytes(simulation)
+    return {
+        **({} if db is None else {"SQNR of the outputs": decibels_text(db)}),
+        "parameters, of " + _megabytes(in_float) + " in float": _megabytes(quantized),
+        "sites quantized": f"{len(simulation.plan)}", "values left in float": f"{len(simulation.plan.unquantized)}",
+    }
 
 
 def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None:

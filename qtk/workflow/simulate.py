@@ -1,8 +1,10 @@
-"""Makes the simulation of a ``QuantSim``: prepares the model, plans it and inserts the quantizers."""
+"""Makes the simulation of a ``QuantSim`` by its settings: prepares the model, plans it and inserts the quantizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -11,18 +13,38 @@ from qtk.calls.calls import Call
 from qtk.calls.inputs import split_inputs
 from qtk.calls.states import set_states
 from qtk.capture.exclusion import exclude_paths
+from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.prepared_model import PreparedModel
+from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.core.needs import found_where
 from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.core.width import Width, width_from_json, width_to_json
+from qtk.graph.graphs import STATES, contents_of, states_of
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
+from qtk.operators.contents import Trait
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.planning.state_pairs import pair_states
 from qtk.quantizers.quantizer import Mode
-from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
+from qtk.transforms.keep_batch_norms import BATCH_NORM, as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
+from qtk.transforms.steps import STEPS
 from qtk.workflow.prepare import ExampleInputs, prepare_own
-from qtk.workflow.sim_settings import Settings
+
+WIDTHS = ("weight_bits", "activation_bits")
+
+
+class Settings(Protocol):
+    """What holds the settings of a simulation, as ``QuantSim``."""
+
+    scheme: str
+    weight_bits: Width
+    activation_bits: Width
+    config: QuantConfig
+    example_inputs: ExampleInputs
+    dynamic_shapes: DynamicShapes
 
 
 def simulate(
@@ -44,9 +66,12 @@ def simulate(
     check_op_names(config, RULE_NAMES)
     check_schemes(config, calibrator)
     prepared = prepare_own(model, inputs, variants, in_place=in_place, dynamic_shapes=sim.dynamic_shapes)
-    exclude_paths(prepared, config.exclude)
-    set_states(prepared, states)
-    settle_batch_norms(prepared, Call(*split_inputs(inputs), None), config.fold_batch_norms)
+    if config.exclude or prepared.report.excluded:
+        exclude_paths(prepared, config.exclude)
+    if states:
+        set_states(prepared, states)
+    found_where({BATCH_NORM}, contents_of(prepared), lambda: settle_batch_norms(
+        prepared, Call(*split_inputs(inputs), None), config.fold_batch_norms), None)
     if config.split_gates:
         split_gates(prepared)
     decided = plan_by(sim, prepared, config)
@@ -61,7 +86,30 @@ def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> Quan
 
     Raises: ConfigError, SpecError for unfit settings.
     """
-    with as_folded(prepared) as gone:
+    folding: AbstractContextManager[dict[Site, str]] = (
+        as_folded(prepared) if STEPS in prepared.meta else nullcontext({}))
+    with folding as gone:
         decided = plan(prepared, config, weight_bits=sim.weight_bits, activation_bits=sim.activation_bits,
                        scheme=sim.scheme, gone=gone)
-    return pair_states(decided, prepared)
+    held = contents_of(prepared) | set(prepared.meta)
+    return found_where({Trait.WRITES, STATES}, held, lambda: pair_states(decided, prepared), decided)
+
+
+def settings_to_json(sim: Settings, model: PreparedModel) -> dict[str, object]:
+    """The keyword arguments that ``QuantSim`` is to be called with again; explicit dynamic shapes are left out."""
+    shapes = sim.dynamic_shapes
+    return {
+        "scheme": sim.scheme, "config": sim.config.model_dump(mode="json", exclude_none=True),
+        **{name: width_to_json(getattr(sim, name)) for name in WIDTHS},
+        "dynamic_shapes": shapes if isinstance(shapes, str | None) else "batch", "states": states_of(model),
+    }
+
+
+def settings_from_json(stored: Mapping[str, object]) -> dict[str, Any]:
+    """The keyword arguments that ``settings_to_json`` wrote; older files have no config and no dynamic shapes.
+
+    Raises: EncodingError, ConfigError if a value is malformed.
+    """
+    arguments = {name: width_from_json(value) if name in WIDTHS else value for name, value in stored.items()}
+    config = load_config(stored.get("config", "default"))  # type: ignore[arg-type]
+    return {"dynamic_shapes": "batch", **arguments, "config": config}

@@ -16,8 +16,8 @@ from qtk.observers.ranks import several_ranks
 from qtk.public import public
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
+from qtk.transforms.rewrite import Rewritable, refuse_fixed, refuse_kept, rewrite_simulation
 from qtk.transforms.smooth_quant import SmoothQuant
-from qtk.workflow.rewrite import Rewritable, refuse_fixed, refuse_kept, rewrite_simulation
 
 Alpha: TypeAlias = float | Literal["auto"]
 """How much of the range of activations goes into the weights: from 0 to 1, or the best for each group."""

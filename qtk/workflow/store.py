@@ -30,6 +30,7 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError, ExportError
 from qtk.export.encodings_json import load_object
+from qtk.export.packed_weights import packed_weights, restored_weight
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
@@ -40,7 +41,6 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, make, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
-from qtk.workflow.packed_weights import packed_weights, restored_weight
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 
 FORMAT, VERSION, READ_VERSIONS = "qtk.sim", 6, (4, 5, 6)

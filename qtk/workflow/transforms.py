@@ -10,9 +10,9 @@ from qtk.data.valid_tokens import Valid
 from qtk.public import public
 from qtk.registry import Registry, configured
 from qtk.transforms.result import TransformResult
+from qtk.transforms.rewrite import Rewritable
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.fold_batch_norms import fold_batch_norms
-from qtk.workflow.rewrite import Rewritable
 from qtk.workflow.smooth_quant import apply_smooth_quant, migration_strength
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qtk.analysis.simulated_values import Reference, SimulatedValues, step_of
+from qtk.analysis.simulated_values import Reference, SimulatedValues
 from qtk.calls.calls import Call
 from qtk.calls.signature import input_names, values_of
 from qtk.core.dtypes import FloatDtype
 from qtk.data.forward_pass import Data, Forward, run_all
 from qtk.data.valid_tokens import Valid, ValidTokens
 from qtk.errors import CalibrationError, ExportError
-from qtk.export.file_signature import file_inputs, file_outputs, file_signature
+from qtk.export.file_signature import file_inputs, file_outputs, file_signature, tensor_outputs
+from qtk.export.simulated_sites import step_of
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
@@ -27,10 +28,11 @@ from qtk.graph.simulation import Simulation
 from qtk.graph.written_buffers import buffer_values
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
+from qtk.report.difference import HIGH_SQNR_DB
+from qtk.report.findings import Circumstances, agrees, judge
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
-from qtk.runtimes.tolerance import tensor_outputs, tolerance_db
+from qtk.runtimes.tolerance import tolerance_db
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 
@@ -92,18 +94,22 @@ def verify_export(
             with tokens.listening():
                 run_all(deployed.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                         progress=progress)
-            if not any(witness.is_called for witness in witnesses):
-                names = ", ".join(name for witness in witnesses for name in input_names(witness.graph))
-                raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
+            _refuse_other_calls(witnesses)
             for witness in witnesses:
                 witness.stop()
                 if latency.turns:
                     witness.measure(latency, progress=progress)
-            tokens.warn_of_unfollowed({
-                quantizer: site.name for site, quantizer in deployed.quantizers.items() if not quantizer.static
-            })
+            tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in deployed.quantizers.items()
+                                       if not quantizer.static})
             verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
             return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
+
+
+def _refuse_other_calls(witnesses: Sequence[_Witness]) -> None:
+    """Raises: CalibrationError if no batch was a call of the exported kind."""
+    if not any(witness.is_called for witness in witnesses):
+        names = ", ".join(name for witness in witnesses for name in input_names(witness.graph))
+        raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.analysis.simulated_values import SimulatedValues, step_of
-from qtk.export.simulated_sites import simulated_sites
+from qtk.analysis.simulated_values import SimulatedValues
+from qtk.export.simulated_sites import simulated_sites, step_of
 from qtk.quantizers.quantizer import Quantizer
 
 INPUTS = torch.randn(4, 8)

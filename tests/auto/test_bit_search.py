@@ -11,6 +11,7 @@ import qtk
 from qtk.auto.bit_search import BitSearch
 from qtk.auto.latency import OpLatencies, WholeLatency
 from qtk.auto.matrix_products import matrix_products
+from qtk.calibration.calibrate import CalibrationData
 from qtk.errors import CalibrationError
 from qtk.graph.footprint import footprint
 from tests.auto.three_layers import BATCHES, assigned, error, mlp, widths
@@ -215,7 +216,7 @@ def test_the_simulation_changes_only_when_the_result_is_applied():
     sim = qtk.QuantSim(mlp(), BATCHES[0])
     sim.compute_encodings(BATCHES, progress=False)
     plan, output = str(sim.plan), sim.model(BATCHES[0])
-    search = BitSearch(sim, list(BATCHES), "weight_bits", (2, 4), None, None, None, progress=False)
+    search = BitSearch(sim, CalibrationData(list(BATCHES), progress=False), "weight_bits", (2, 4), None)
     found = search.found(3.5)
     assert str(sim.plan) == plan
     assert torch.equal(sim.model(BATCHES[0]), output)

@@ -1,6 +1,5 @@
 """What a calibration says of the sites that their width does not hold, of each member of a merged group on its own."""
 
-import math
 import warnings
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.calibration.width_check import FEWEST_CODES, SiteSamples
-from qtk.core.encoding import Encoding
+from qtk.calibration.width_check import FEWEST_CODES
 
 
 def said(sim, data, **options):
@@ -98,20 +96,6 @@ def test_of_ordinary_values_nothing_is_said(bits):
     assert said(qtk.QuantSim(model, x, activation_bits=bits), [x, torch.randn(64, 16)]) == []
 
 
-def test_the_figures_are_those_of_the_values():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-    sim = qtk.QuantSim(model, torch.randn(8, 4))
-    samples = SiteSamples(sim.simulation, {})
-    values = torch.cat([torch.tensor([50.0]), torch.full((999,), 0.1)])
-    site = next(each for each in sim.simulation.plan if each.name == "1:out")
-    samples._values[site].append(values)
-    encoding = Encoding(sim.plan[site].spec, torch.tensor([0.5]), torch.tensor([0], dtype=torch.int32))
-    sim.simulation.quantizers[site].load_encoding(encoding)
-    (found,) = samples.unheld(sim.simulation)
-    assert (found.codes, found.zeroed) == (2, 0.999)
-    assert found.sqnr_db == pytest.approx(10 * math.log10((2500 + 9.99) / 9.99), rel=1e-4)
-
-
 class Decay(nn.Module):
     def forward(self, t, x):
         return (t[:, None] * torch.tensor([-1.0, -40.0])).exp() * x
@@ -124,21 +108,3 @@ def test_large_arguments_of_an_exponential_are_named_where_the_target_has_no_flo
         "t:input": (True, "{match: {path: 't'}, output: {bits: 16}}"),
         "mul:out": (True, "{match: {path: 'mul'}, output: {bits: 16}}"),
     }
-
-
-@pytest.mark.medium
-def test_padding_is_no_value_of_a_site():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, mask):
-            return self.linear(x).relu()
-
-    x, mask = torch.randn(8, 16, 4), torch.ones(8, 16, dtype=torch.bool)
-    mask[:, 4:] = False
-    x[mask] = 0.0
-    sim = qtk.QuantSim(Net().eval(), (x, mask))
-    assert [row[0] for row in said(sim, [(x, mask)], valid="mask")] == ["x:input"]
-    assert said(sim, [(x, mask)]) == []

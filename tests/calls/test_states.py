@@ -7,8 +7,9 @@ from torch import nn
 
 import qtk
 from qtk.calls.signature import output_nodes
-from qtk.calls.states import STATES, grown_axes, proposed_states, set_states, states_of
+from qtk.calls.states import grown_axes, proposed_states, set_states
 from qtk.errors import ConfigError
+from qtk.graph.graphs import STATES, states_of
 
 
 class Stream(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.calls.call_kind import call_kind, signature_of
+from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.variants import add_variant
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs, with_nested

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from qtk.cli.app import app
-from qtk.config.shipped import shipped
+from qtk.config.files import shipped
 from tests import fresh
 
 

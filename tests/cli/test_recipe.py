@@ -3,7 +3,7 @@
 import pytest
 
 from qtk.cli.recipe import load_recipe
-from qtk.config.shipped import shipped, shipped_names
+from qtk.config.files import shipped, shipped_names
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import qtk
 from qtk.cli.app import app
-from qtk.config.shipped import shipped_names
+from qtk.config.files import shipped_names
 
 
 @pytest.fixture(scope="module")

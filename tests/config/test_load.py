@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
-from qtk.config.shipped import shipped_names
 from qtk.config.tensor_setting import TensorSetting
 from qtk.errors import ConfigError
 

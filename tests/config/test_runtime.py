@@ -2,9 +2,9 @@
 
 import pytest
 
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.schema import check_op_names
-from qtk.config.shipped import shipped_names
 from qtk.errors import ConfigError
 from qtk.planning.planner import RULE_NAMES
 

@@ -7,7 +7,7 @@ import torch
 
 import qtk
 from qtk.cli.recipe import load_recipe
-from qtk.config.shipped import shipped
+from qtk.config.files import shipped
 from qtk.demo import models
 from qtk.demo.digits import calibration_batches, load_digits_split
 from qtk.demo.models import DEMO_MODELS, build

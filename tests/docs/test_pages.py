@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import qtk
 from qtk.cli.app import app
 from qtk.cli.recipe import load_recipe
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
-from qtk.config.shipped import shipped_names
 from tests.docs import qat_programs
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
 from tests.docs.short_digits import digits_of
@@ -139,7 +139,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 def test_what_the_methods_of_a_simulation_call_is_in_the_reference() -> None:
     named = re.findall(r"^::: ([\w.]+)$", page("methods.md"), re.MULTILINE)
     imports = re.findall(r"^ +from (qtk[\w.]+) import (.+)$", inspect.getsource(qtk.QuantSim), re.MULTILINE)
-    internal = ("qtk.workflow.simulate", "qtk.workflow.sim_settings", "qtk.workflow.store")  # which users do not call
+    internal = ("qtk.workflow.simulate", "qtk.workflow.store")  # which users do not call
     called = {f"{module}.{name}" for module, names in imports if module not in internal for name in names.split(", ")}
     assert called <= {*named}
     for path in named:

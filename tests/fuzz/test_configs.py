@@ -17,8 +17,8 @@ import qtk
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.cli.inspect import parse_shape
 from qtk.cli.recipe import Recipe, load_recipe
+from qtk.config.files import shipped
 from qtk.config.load import load_config
-from qtk.config.shipped import shipped
 from qtk.layerwise.methods import method
 from qtk.workflow.transforms import transform
 from tests.fuzz.fuzzing import JUNK, judged, mutated, share, silent

@@ -2,8 +2,8 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.core.plan import leaders
 from qtk.graph.site_calls import SiteCalls
-from qtk.planning.selection import leaders
 
 
 class Joined(nn.Module):

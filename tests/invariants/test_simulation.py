@@ -17,7 +17,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import insert, remove
 from qtk.graph.sites import is_float, value_site
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from tests.zoo.entry import Entry

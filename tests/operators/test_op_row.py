@@ -10,13 +10,12 @@ from torch import nn
 import qtk
 from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
+from qtk.graph.coverage import unknown_ops
 from qtk.graph.flow import Flow
 from qtk.graph.masks import maskable_sites
 from qtk.graph.token_layouts import TokenLayouts
-from qtk.graph.unknown_ops import unknown_ops
 from qtk.numerics.token_layout import TokenLayout
-from qtk.operators.op_axes import out_in
-from qtk.operators.op_row import Feeding, Mask, OpRow, Precision, Product, Role, Tokens
+from qtk.operators.op_row import Feeding, Mask, OpRow, Precision, Product, Role, Tokens, out_in
 from qtk.operators.op_table import ROWS
 from qtk.planning.feeds import Feeds
 

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qtk.config.load import load_config
-from qtk.graph.unknown_ops import unknown_ops
+from qtk.graph.coverage import unknown_ops
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
 from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, WeightsAsInputs, by_name, plan_of, weights_as_inputs

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
+from qtk.config.files import shipped_names
 from qtk.config.load import load_config
-from qtk.config.shipped import shipped_names
 from qtk.core.granularity import PerChannel
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import CaptureError, ConfigError, SpecError

@@ -54,7 +54,7 @@ FAULTS = (
           '"block_size": None} | changes'),
     Fault("qtk/config/aimet.py", 'return "float"\n        return {"bits": BIAS_BITS',
           'return None\n        return {"bits": BIAS_BITS'),
-    Fault("qtk/core/transfer.py", "copy=True).reshape(", "copy=False).reshape("),
+    Fault("qtk/core/encoding.py", "copy=True).reshape(", "copy=False).reshape("),
     Fault("qtk/demo/train.py", "if arguments.validate:", "if not arguments.validate:"),
     Fault("qtk/export/onnx/onnxruntime/pooled_codes.py",
           "reader.op_type in (\"Reshape\", \"Squeeze\", \"Identity\") and",
@@ -96,7 +96,7 @@ FAULTS = (
     Fault("qtk/transforms/channel_scale_step.py", "if label(node, OWNER) == owner}", "if label(node, OWNER) != owner}"),
     Fault("qtk/channels/weight_rules.py", "added.view(shape) if per_channel else added)", "added.view(shape))"),
     Fault("qtk/calibration/calibrate.py", "slack = encoding.scale / 2", "slack = encoding.scale"),
-    Fault("qtk/workflow/dropped_sites.py", "except BaseException:", "except Exception:"),
+    Fault("qtk/workflow/compute_encodings.py", "except BaseException:", "except Exception:"),
     Fault("qtk/atomic.py", "if target.is_symlink() or (target.exists() and not target.is_dir()):",
           "if target.exists() and not target.is_dir():"),
 )

@@ -6,7 +6,8 @@ from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
-from qtk.runtimes.tolerance import MARGIN_DB, tensor_outputs, tolerance_db
+from qtk.export.file_signature import tensor_outputs
+from qtk.runtimes.tolerance import MARGIN_DB, tolerance_db
 
 
 class Amplifier(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.nn.kept_batch_norm import own_bias, unscaled_weight
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 from qtk.operators.targets import batch_norm_called, kept_batch_norm_called
 from qtk.transforms.graph_editor import weight_parameter
 from qtk.transforms.keep_batch_norm_step import movement_behind, unfolded_targets, weight_quantizer

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from qtk.operators.lookup import row_of
 from qtk.operators.op_table import DROPOUT as DROPOUT_ROW
-from qtk.operators.op_table import ROWS, row_of
-from qtk.operators.schema import aten_name
+from qtk.operators.op_table import ROWS
+from qtk.operators.targets import aten_name
 from qtk.torch_private import OpOverload, schema_of
 
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")

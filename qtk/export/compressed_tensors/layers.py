@@ -25,7 +25,7 @@ from qtk.graph.sites import SITE, Port, label
 from qtk.moments.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.matrix_axes import MatrixAxes
 from qtk.numerics.scale_formats import tensor_scale_of
-from qtk.operators.op_table import op_name
+from qtk.operators.lookup import op_name
 from qtk.operators.targets import attribute
 from qtk.quantizers.quantizer import Mode, Quantizer
 

@@ -25,9 +25,9 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor, fx
 
-from qtk.calls.states import returned_states
 from qtk.errors import ExportError
 from qtk.export.file_signature import file_signature
+from qtk.graph.graphs import returned_states
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import buffer_values
 

@@ -9,7 +9,8 @@ from onnxscript import opset18 as op
 from torch.export import ExportedProgram
 
 from qtk.errors import ExportError
-from qtk.operators.op_table import ROWS, row_of
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import ROWS
 
 Translation = Callable[..., object]
 

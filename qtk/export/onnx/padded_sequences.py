@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qtk.operators.op_table import DROPOUT, row_of
+from qtk.operators.lookup import row_of
+from qtk.operators.op_table import DROPOUT
 from qtk.operators.targets import packed_call
 from qtk.ops.pack_padded import pack_padded
 

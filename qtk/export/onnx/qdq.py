@@ -21,7 +21,6 @@ from torch import fx
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import output_nodes
-from qtk.calls.states import STATES
 from qtk.core.encoding import Encoding
 from qtk.core.needs import found_where
 from qtk.errors import ExportError
@@ -40,8 +39,8 @@ from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
-from qtk.export.read_back import compare_encoding
-from qtk.export.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.simulated_sites import SimulatedSite, compare_encoding, simulated_sites
+from qtk.graph.graphs import STATES
 from qtk.operators.contents import Trait, contents
 
 _LOGGER = logging.getLogger(__name__)

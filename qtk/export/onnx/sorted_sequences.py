@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from qtk.export.onnx.padded_sequences import PAD, elements, hands_on
+from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import row_of
 from qtk.operators.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 

@@ -17,10 +17,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.errors import ExportError
-from qtk.export.onnx.dequantize_nodes import have_equal_encodings, is_integer
 from qtk.export.onnx.file_states import STATES
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.node_writer import have_equal_encodings, is_integer, value_of
 from qtk.export.onnx.qdq_nodes import qparam_name
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.node_writer import codes_of, dequantize_of, value_of
 from qtk.export.onnx.onnxruntime.moved_codes import carries_codes
 from qtk.export.onnx.qdq_nodes import SITES
 

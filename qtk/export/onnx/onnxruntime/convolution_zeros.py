@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
+from qtk.export.onnx.node_writer import codes_of, dequantize_of
 from qtk.export.onnx.storage_types import limits
 
 RECTIFIERS = ("Relu", "Clip")

@@ -20,9 +20,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from qtk.export.onnx.dequantize_nodes import codes_of
 from qtk.export.onnx.marked_graph import DOMAIN, DYNAMIC_LSTM
-from qtk.export.onnx.node_writer import NodeWriter, insert_before
+from qtk.export.onnx.node_writer import NodeWriter, codes_of, insert_before
 from qtk.export.onnx.qdq_nodes import SITES
 
 CONTRIB, OPERATOR = "com.microsoft", "DynamicQuantizeLSTM"

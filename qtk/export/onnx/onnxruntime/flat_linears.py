@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from qtk.core.dtypes import INT32
 from qtk.graph.insert import quantizer_called
-from qtk.operators.op_table import row_of
+from qtk.operators.lookup import row_of
 
 _ATEN = torch.ops.aten
 

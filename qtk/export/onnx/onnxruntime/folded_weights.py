@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of
+from qtk.export.onnx.node_writer import codes_of
 
 DOMAIN = "qtk"
 

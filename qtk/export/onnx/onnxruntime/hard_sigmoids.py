@@ -12,9 +12,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import dequantize_of
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.node_writer import NodeWriter
+from qtk.export.onnx.node_writer import NodeWriter, dequantize_of
 
 CONSTANT = "qtk.constant"
 """Metadata key of a DequantizeLinear that is the constant of a formula and not a site, until the file is complete."""

@@ -25,9 +25,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from qtk.core.free_name import free_name
-from qtk.export.onnx.dequantize_nodes import codes_of
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.node_writer import codes_of, value_of
 from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED, carries_codes
 
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")

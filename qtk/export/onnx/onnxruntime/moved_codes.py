@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import (
+from qtk.export.onnx.names import ValueNames
+from qtk.export.onnx.node_writer import (
     DequantizeNodes,
     codes_of,
     dequantize_of,
     have_equal_encodings,
     is_integer,
 )
-from qtk.export.onnx.names import ValueNames
 
 CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that ONNX Runtime carries QuantizeLinear and DequantizeLinear through."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import dequantize_of
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.node_writer import insert_before, value_of
+from qtk.export.onnx.node_writer import dequantize_of, insert_before, value_of
 
 
 def pool_codes(graph: ir.Graph, names: ValueNames) -> None:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.node_writer import insert_before
+from qtk.export.onnx.node_writer import DequantizeNodes, codes_of, dequantize_of, insert_before
 from qtk.export.onnx.onnxruntime.moved_codes import CHOSEN
 
 MOVEMENT = ("Expand", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")

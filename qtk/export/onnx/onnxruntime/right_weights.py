@@ -12,8 +12,8 @@ import re
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of
 from qtk.export.onnx.names import ValueNames
+from qtk.export.onnx.node_writer import codes_of
 from qtk.export.onnx.onnxruntime.linear_nodes import inserted, replace_by
 
 

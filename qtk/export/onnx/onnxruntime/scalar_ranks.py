@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
 from qtk.export.onnx.names import ValueNames
+from qtk.export.onnx.node_writer import DequantizeNodes, codes_of, dequantize_of
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min"})
 

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.node_writer import insert_before, value_of
+from qtk.export.onnx.node_writer import codes_of, dequantize_of, insert_before, value_of
 from qtk.export.onnx.qdq_nodes import SITES, qparam_name
 from qtk.export.onnx.storage_types import limits
 

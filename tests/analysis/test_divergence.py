@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import qtk
+from qtk.analysis.divergence import _divergence
 from qtk.errors import CalibrationError
-from qtk.workflow.divergence import _divergence
 from tests.workflow.language_model import LanguageModel, simulation, token_batch
 
 BATCHES = [token_batch(0), token_batch(1, 2)]

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from qtk.calls.states import states_of
 from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.data.rolled_states import NAME_STATES, written_places
 from qtk.data.sequences import Sequences, like
 from qtk.errors import CalibrationError
+from qtk.graph.graphs import states_of
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
 from qtk.numerics.error import decibels

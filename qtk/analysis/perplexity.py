@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -72,13 +73,8 @@ def perplexity(
     network = model if isinstance(model, nn.Module) else model.simulation.model
     embeddings, total, count = embedding_shapes(network), 0.0, 0
 
-    def run(module: nn.Module, batch: Batch) -> tuple[object, Batch]:
-        return (forward or run_batch)(module, batch), batch
-
-    for made in outputs(network, token_batches(data, tokenizer, length), forward=run, num_batches=num_batches,
-                        label="perplexity", progress=progress):
-        assert isinstance(made, tuple)
-        output, batch = made
+    batches = token_batches(data, tokenizer, length)
+    for output, batch in _with_batches(network, batches, forward or run_batch, num_batches, progress):
         tokens = TokenBatch.of(batch, valid, is_encoder_decoder=is_encoder_decoder(network))
         logits, (targets, scored) = tokens.logits(output), tokens.targets()
         targets, scored = targets.to(logits.device), scored.to(logits.device)
@@ -87,6 +83,20 @@ def perplexity(
         scores = negative_log_likelihoods(logits[scored], targets[scored])
         total, count = total + float(scores.cpu().double().sum()), count + scores.numel()
     return exp_of_mean(total, count)
+
+
+def _with_batches(
+    network: nn.Module, batches: Iterable[Batch], forward: Forward, num_batches: int | None, progress: bool
+) -> Iterator[tuple[object, Batch]]:
+    """The output for each batch, and the batch."""
+
+    def both(module: nn.Module, batch: Batch) -> tuple[object, Batch]:
+        return forward(module, batch), batch
+
+    for made in outputs(network, batches, forward=both, num_batches=num_batches, label="perplexity",
+                        progress=progress):
+        assert isinstance(made, tuple)
+        yield made
 
 
 def exp_of_mean(total: float, count: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
@@ -21,7 +22,6 @@ from qtk.layerwise.float_weights import FloatWeights
 from qtk.nn.kept_buffers import BufferValues, buffers_kept
 from qtk.numerics.clipping import count_clipped, in_scales, range_filled
 from qtk.numerics.error import decibels
-from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.site_errors import SiteError, SiteErrors

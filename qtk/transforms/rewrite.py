@@ -13,7 +13,7 @@ from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, CaptureError
 from qtk.graph.insert import QUANTIZERS, drop_sites, insert, remove
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.quantizers.quantizer import Mode
@@ -52,6 +52,16 @@ def refuse_kept(sim: HasSimulation) -> None:
     if is_kept(sim.simulation.model):
         raise CalibrationError("weights in front of live batch norms are computed at every step, and cannot be set; "
                                "run qtk.fold_batch_norms(sim) first")
+
+
+def with_example(prepared: object, verb: str) -> tuple[PreparedModel, Call]:
+    """A prepared model and the call it was captured with. Raises: CaptureError if it is none, or was only traced."""
+    if not isinstance(prepared, PreparedModel):
+        raise CaptureError(f"{verb} takes a prepared model or a QuantSim, got {type(prepared).__name__}; call "
+                           "prepare_model(model, example_inputs) first")
+    if prepared.example is None:
+        raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
+    return prepared, prepared.example
 
 
 def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qtk.analysis.error_gradients import ErrorGradients
+from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.data.forward_pass import Batch, Forward, outputs, run_batch
 from qtk.data.rolled_states import written_places
@@ -24,7 +25,6 @@ from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
 from qtk.nn.kept_buffers import BufferValues, buffers_kept
 from qtk.numerics.random_signs import random_signs
-from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import nearest
