@@ -27,7 +27,7 @@ def test_they_have_the_gram_matrix_of_all_rows_weighed_as_their_own():
     torch.testing.assert_close(gram[0], x[:8].mT @ x[:8])
     torch.testing.assert_close(gram[1], x.mT @ x * (2 / 10))
     torch.testing.assert_close(gram[2], x.mT @ x * (1 / 10))
-    with pytest.warns(match=r"in 1 stacks .*experts: 2 of 3 \(1 met 2 rows, 2 met 0 rows\)"):
+    with pytest.warns(match=r"in 1 weights .*experts: 2 of 3 \(1 met 2 rows, 2 met 0 rows\)"):
         starved.warn()
 
 
