@@ -121,11 +121,11 @@ def _indices(data: fx.Node) -> list[fx.Node]:
     pending, seen, found = [data], set[fx.Node](), list[fx.Node]()
     while pending:
         node = pending.pop()
-        if node in seen or not has_rows_by_data(node):
+        if node in seen or not has_rows_by_data(node, is_float=True):
             continue
         seen.add(node)
         if chooses_rows(node):
             found += [read for read in node.all_input_nodes if not is_float(read)]
         else:
-            pending += [read for read in node.all_input_nodes if is_float(read)]
+            pending += node.all_input_nodes
     return found

@@ -60,16 +60,19 @@ def data_of(layer: WeightedLayer, op: fx.Node) -> fx.Node | None:
     return data if isinstance(data, fx.Node) else None
 
 
-def has_rows_by_data(node: fx.Node) -> bool:
-    """Whether data decide how many rows a value has, as those of ``nonzero``."""
+def has_rows_by_data(node: fx.Node, *, is_float: bool = False) -> bool:
+    """Whether data decide a length of a value, as those of ``nonzero``; with ``is_float`` only of real numbers."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and not all(has_length_hint(length) for length in value.shape)
+    return any(
+        isinstance(each, Tensor) and (each.is_floating_point() or not is_float) and not all(map(has_length_hint, each.shape))
+        for each in (value if isinstance(value, (list, tuple)) else [value])
+    )
 
 
 def chooses_rows(node: fx.Node) -> bool:
     """Whether an op chooses rows of its operand by data: ``x[expert == 3]``."""
-    return has_rows_by_data(node) and is_float(node) and bool(node.all_input_nodes) and not any(
-        is_float(read) and has_rows_by_data(read) for read in node.all_input_nodes)
+    return has_rows_by_data(node, is_float=True) and any(map(is_float, node.all_input_nodes)) and not any(
+        has_rows_by_data(read, is_float=True) for read in node.all_input_nodes)
 
 
 def _computations(
