@@ -63,10 +63,9 @@ def data_of(layer: WeightedLayer, op: fx.Node) -> fx.Node | None:
 def has_rows_by_data(node: fx.Node, *, is_float: bool = False) -> bool:
     """Whether data decide a length of a value, as those of ``nonzero``; with ``is_float`` only of real numbers."""
     value = node.meta.get("val")
-    return any(
-        isinstance(each, Tensor) and (each.is_floating_point() or not is_float) and not all(map(has_length_hint, each.shape))
-        for each in (value if isinstance(value, (list, tuple)) else [value])
-    )
+    tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
+    tensors = [each for each in tensors if each.is_floating_point() or not is_float]
+    return any(not has_length_hint(length) for each in tensors for length in each.shape)
 
 
 def chooses_rows(node: fx.Node) -> bool:

@@ -45,7 +45,8 @@ def groups_of(model, x):
     sim = qtk.QuantSim(model.eval(), x, weight_bits=4, activation_bits=None, dynamic_shapes="all")
     sim.compute_encodings(None, progress=False)
     layers, _ = weighted_layers(sim.model, sim.plan)
-    return sim, [[layer.name.removesuffix(".weight") for layer in group] for group in sibling_experts(sim.model, layers)]
+    groups = sibling_experts(sim.model, layers)
+    return sim, [[layer.name.removesuffix(".weight") for layer in group] for group in groups]
 
 
 @pytest.mark.medium

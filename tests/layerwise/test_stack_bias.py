@@ -16,7 +16,8 @@ class Biased(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS)
-        self.up, self.up_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN)), nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
 
     def forward(self, x):
         expert = self.gate(x).argmax(-1)

@@ -20,7 +20,8 @@ def test_matrices_take_the_rows_of_all_weighed_as_their_own():
     moments = SecondMoments(STACK)
     moments.observe_matrices(MatrixRows.of(x, owner, 3))
     found, x = pooled(moments, [1, 2]), x.double()
-    torch.testing.assert_close(found.gram[:, 0], torch.stack([x[:8].mT @ x[:8], x.mT @ x * 0.2, x.mT @ x * 0.1]), rtol=1e-5, atol=1e-5)
+    expected = torch.stack([x[:8].mT @ x[:8], x.mT @ x * 0.2, x.mT @ x * 0.1])
+    torch.testing.assert_close(found.gram[:, 0], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.mean, torch.stack([x[:8].mean(0), x.mean(0), x.mean(0)]))
     assert found.counts == (8, 2, 1)
     assert found.rows_of_groups.flatten().tolist() == [8, 10, 10]
