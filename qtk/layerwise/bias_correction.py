@@ -35,14 +35,15 @@ class BiasCorrection:
         if state.bias is None:
             return state
         exact = replace(state, dtype=torch.float64)
+        weight = exact.to_gemm(state.float_weight)
         shift = bias_correction(
-            exact.to_gemm(state.float_weight), exact.to_gemm(state.simulated_weight()), state.moments.mean,
-            state.moments.mean_difference,
-        )
+            weight, exact.to_gemm(state.simulated_weight()), state.moments.mean, state.moments.mean_difference,
+        ).reshape(weight.shape[:2])
         assert state.float_bias is not None
         present = (state.bias - state.float_bias).to(shift).reshape(shift.shape)
-        rows, earlier = state.moments.rows, float((present * (present - 2 * shift)).sum())
-        before, now = (state.current_error() + rows * earlier,) * 2 if state.loss is None else state.loss
-        gain = rows * (float(shift.square().sum()) + earlier)  # rows · (mean error)², which the shift removes
+        rows = state.moments.rows_of_means
+        earlier = float((rows * present * (present - 2 * shift)).sum())
+        before, now = (state.current_error() + earlier,) * 2 if state.loss is None else state.loss
+        gain = float((rows * shift.square()).sum()) + earlier  # rows · (mean error)², which the shift removes
         bias = (state.float_bias + shift.to(state.bias.device).reshape(state.bias.shape)).to(state.bias.dtype)
         return replace(state, bias=bias, loss=(before, now - gain))

@@ -155,7 +155,7 @@ class _Judge:
         mean = (change.to(torch.float64) @ moments.mean[..., None])[..., 0]
         if moments.mean_difference is not None:
             mean = mean + (self._weight.to(torch.float64) @ moments.mean_difference[..., None])[..., 0]
-        return error + moments.rows * float((shift.square() - 2 * shift * mean).sum())
+        return error + float((moments.rows_of_means * (shift.square() - 2 * shift * mean)).sum())
 
 
 def _with_prior(state: LayerState, prior: Tensor) -> LayerState:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from qtk.algorithms.output_error import OutputError
@@ -50,11 +51,13 @@ def _states(start: LayerState) -> Iterator[LayerState]:
                 strict=True)
     for index, (float_weight, weight, scale) in enumerate(parts):
         gram, linear = start.error.gram[index:index + 1], start.error.linear
+        float_bias = None if start.float_bias is None else start.float_bias[index]
         yield replace(
             start, geometry=replace(start.geometry, groups=1, axes=axes.of_one), float_weight=float_weight,
             weight=weight if start.is_rounded else float_weight,
             encoding=Encoding(encoding.spec, scale, None if zero_points is None else zero_points[index]),
-            moments=start.moments.of_matrix(index),
+            bias=float_bias if start.bias is start.float_bias or start.bias is None else start.bias[index],
+            float_bias=float_bias, moments=start.moments.of_matrix(index),
             error=OutputError(gram, None if linear is None else linear[index:index + 1]),
         )
 
@@ -72,9 +75,11 @@ def _joined(start: LayerState, states: Sequence[LayerState]) -> LayerState:
 
     changed = any(state.weight is not state.float_weight for state in states)
     zero_points = [state.encoding.zero_point for state in states]
+    biases = [state.bias for state in states if state.bias is not None]
+    corrected = any(state.bias is not state.float_bias for state in states)
     return replace(
         start, weight=joined(start.weight, [state.weight for state in states]) if changed else start.weight,
-        encoding=Encoding(
+        bias=torch.stack(biases) if corrected else start.bias, encoding=Encoding(
             encoding.spec, joined(encoding.scale, [state.encoding.scale for state in states]),
             None if encoding.zero_point is None else
             joined(encoding.zero_point, [each for each in zero_points if each is not None]),

@@ -55,6 +55,9 @@ class LayerwiseOptions:
         keep_originals: keep the float weights and biases of changed layers for later calls, in host memory, with
             ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
             simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
+        calibrate_all_experts: take the statistics of mixtures of experts with every token sent to every expert, not
+            to those that the router chooses; costs as many runs of the experts as there are experts for one chosen.
+            The outputs of experts, and what follows, stay those of the router's choice.
 
     Raises: ArgumentError if a value is not of its type, or ``holdout`` not in [0, 1).
     """
@@ -66,6 +69,7 @@ class LayerwiseOptions:
     groups: Sequence[Hashable] | None = None
     start: Start | None = None
     keep_originals: bool = True
+    calibrate_all_experts: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:

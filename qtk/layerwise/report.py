@@ -79,15 +79,18 @@ class LayerwiseReport:
         layers: every layer in the order of the walk.
         skipped: the weights left as they are, each with the reason.
         restarted: the layers that an earlier run had changed, and that started from their float weights again.
+        pooled: the weights of experts that took the Gram matrix of the rows of all, each with the few rows they met.
     """
 
     layers: tuple[LayerResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
     restarted: tuple[str, ...] = ()
+    pooled: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [str(result) for result in self.layers]
         lines += [f"{name}  left as it is: {reason}" for name, reason in self.skipped.items()]
+        lines += [f"{name}  by the Gram matrix of all experts' rows: {text}" for name, text in self.pooled.items()]
         if self.restarted:
             lines.append(f"{len(self.restarted)} layers started from their float weights, in place of the result of an "
                          "earlier call")

@@ -20,6 +20,7 @@ from qtk.layerwise.options import LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults
 from qtk.layerwise.ranks import holdout_of_ranks, sum_over_ranks
 from qtk.layerwise.report import LayerResult
+from qtk.layerwise.sibling_experts import sibling_experts
 from qtk.layerwise.starved_matrices import StarvedMatrices
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import WeightedLayer
@@ -54,7 +55,6 @@ class LayerwiseRun:
         self._earlier = earlier
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
-        self._starved = StarvedMatrices()
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
         directory = options.checkpoint_dir
@@ -62,14 +62,21 @@ class LayerwiseRun:
             names, settings = [layer.name for layer in layers], {
                 "methods": repr(list(methods)), "inputs": options.inputs, "holdout": repr(holdout),
             }
+            if options.calibrate_all_experts:
+                settings["calibrate_all_experts"] = "True"
             if (results := earlier.digest(layers)) is not None:
                 settings["results of an earlier run"] = results
             data = [(call.args, call.kwargs, None if call.valid is None else call.valid.masks) for call in calls]
             self._checkpoint = from_first(lambda: Checkpoint(directory, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
+        siblings = sibling_experts(model, layers)
+        self._starved = StarvedMatrices(siblings)
         required: dict[WeightedLayer, RequiredStatistics | None] = {
             layer: None if layer.name in self._finished else _required_statistics(layer, methods, holdout)
             for layer in layers
+        } | {  # finished too: the others may need the rows of all
+            layer: replace(_required_statistics(layer, methods, holdout), is_added_up=True)
+            for group in siblings for layer in group
         }
         required |= dict.fromkeys(earlier.replayed)
         if holdout is not None and holdout.batches is not None and all(
@@ -77,7 +84,13 @@ class LayerwiseRun:
         ) and not self._finished:
             warnings.warn(f"groups: the results of {', '.join(type(each).__name__ for each in methods)} are not judged "
                           "by their squared error alone, so that nothing is held out; leave groups out", stacklevel=4)
-        self._walk = walk(model, calls, required, inputs=options.inputs, offload=options.offload, holdout=holdout)
+        self._walk = walk(model, calls, required, inputs=options.inputs, offload=options.offload, holdout=holdout,
+                          all_experts=options.calibrate_all_experts)
+
+    @property
+    def pooled(self) -> dict[str, str]:
+        """See ``LayerwiseReport``."""
+        return self._starved.found
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
@@ -89,19 +102,12 @@ class LayerwiseRun:
                     with uninterrupted():
                         originals.restore(layer_input.layer)
                     continue
-                update = self._update(layer_input)
-                if update is not None:
-                    layer = layer_input.layer
-                    with uninterrupted():
-                        originals.keep(*update.written(layer))
-                        update.write(layer)
-                        originals.wrote(*update.written(layer))
-                    updates[layer.name] = replace(layer_input, moments=None), replace(update, weight=None, bias=None)
-                    ratio = update.after / update.before if update.before > 0 else 0.0
-                    bar.set_postfix_str(layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
-                elif self._earlier.is_continued:
-                    originals.restore(layer_input.layer)
-                bar.update()
+                for ready in self._starved.ready(layer_input):
+                    if (update := self._finish(ready)) is not None:
+                        updates[ready.layer.name] = replace(ready, moments=None), update
+                        ratio = update.after / update.before if update.before > 0 else 0.0
+                        bar.set_postfix_str(ready.layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
+                    bar.update()
         if self._short_of_data:
             warnings.warn(
                 f"{len(self._short_of_data)} layers saw fewer rows of data than the methods need "
@@ -128,6 +134,19 @@ class LayerwiseRun:
         moments = sum_over_ranks(None if layer_input is None else layer_input.moments, self._device, problem)
         return None if layer_input is None else replace(layer_input, moments=moments)
 
+    def _finish(self, layer_input: LayerInput) -> LayerUpdate | None:
+        """Writes the update of a layer. Returns: it, without its tensors."""
+        update, layer, originals = self._update(layer_input), layer_input.layer, self._earlier.originals
+        if update is None:
+            if self._earlier.is_continued:
+                originals.restore(layer)
+            return None
+        with uninterrupted():
+            originals.keep(*update.written(layer))
+            update.write(layer)
+            originals.wrote(*update.written(layer))
+        return replace(update, weight=None, bias=None)
+
     def _update(self, layer_input: LayerInput) -> LayerUpdate | None:
         """The update of a layer, from its checkpoint or computed; ``None`` if no data reached it."""
         layer, moments, checkpoint = layer_input.layer, layer_input.moments, self._checkpoint
@@ -135,9 +154,9 @@ class LayerwiseRun:
             return from_first(lambda: checkpoint.load(layer))
         if moments is None or not moments.rows:
             return None
-        if moments.rows_of_all < max(method.min_rows(moments.columns) for method in self._methods):
+        is_short = moments.rows_of_all < max(method.min_rows(moments.columns) for method in self._methods)
+        if is_short and layer.name not in self._starved.found:
             self._short_of_data.append(layer.name)
-
         if moments.held_out is not None and not moments.held_out.rows:
             self._without_holdout.append(layer.name)
         moments = self._starved.pooled(layer.name, moments)

@@ -20,17 +20,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from qtk.calls.calls import Call, leaves_text
+from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
 from qtk.calls.token_inputs import Unmasked
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.errors import CalibrationError, QtkError
+from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.written_buffers import read_values
+from qtk.layerwise.all_experts import Router, routers
 from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.live_values import LiveValues, Offload, Values
+from qtk.layerwise.named_batch import named_batch
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.weighted_layers import WeightedLayer
@@ -43,7 +44,6 @@ from qtk.moments.stack_use import StackUse
 from qtk.numerics.im2col import Geometry, weight_to_gemm
 from qtk.operators.lookup import row_of
 from qtk.operators.targets import called_module
-from qtk.public import NOT_OURS, raised_by_us
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
 """Which inputs the output error of a layer is measured on: the float model's for the float weight and the quantized
@@ -61,6 +61,7 @@ def walk(
     inputs: Inputs = "asym",
     offload: Offload = "none",
     holdout: Holdout | None = None,
+    all_experts: bool = False,
 ) -> Iterator[LayerInput]:
     """Yields every layer of ``required`` at its last use; update its weight and bias before the next iteration.
 
@@ -73,13 +74,17 @@ def walk(
         inputs: see ``Inputs``.
         offload: where values are stored between layers.
         holdout: the samples whose output is measured apart, too.
+        all_experts: whether the statistics of experts are of all tokens (``qtk.layerwise.all_experts``).
 
-    Raises: CalibrationError if an input holds NaN or ±inf.
+    Raises: CalibrationError if an input holds NaN or ±inf, or for ``all_experts`` without a router in one graph.
     """
     quantized = QUANTIZED_PATHS[inputs]
     if (graph := _only_graph(model, calls)) is not None:
-        yield from _GraphWalk(graph, calls, required, quantized, offload, holdout)
+        yield from _GraphWalk(graph, calls, required, quantized, offload, holdout, all_experts)
         return
+    if all_experts:
+        raise CalibrationError("calibrate_all_experts: the model runs as Python around its graphs (prepared.report has "
+                               "the reason), which decides itself what each expert gets; leave it out")
     if any(call.valid is not None for call in calls):
         _warn_of_unfollowed([layer.name for layer in required])
     if inputs == "asym" and len(required) > 1:
@@ -92,7 +97,7 @@ def walk(
     nested = NestedLayers(model, required, quantized=quantized[0])
     with nested.listening():
         for batch, call in enumerate(calls):
-            with _naming(batch, call):
+            with named_batch(batch, call):
                 run = lambda call=call: model(*call.args, **call.kwargs)  # noqa: E731
                 nested.observe(run, batch, samples_of(call))
     for layer in required:
@@ -138,6 +143,7 @@ class _GraphWalk:
         quantized: tuple[bool, ...],
         offload: Offload,
         holdout: Holdout | None,
+        all_experts: bool,
     ) -> None:
         self._module, self._graph = graph, graph.graph
         self._holdout = holdout
@@ -149,7 +155,6 @@ class _GraphWalk:
         self._live = LiveValues(offload)
         self._nodes: list[fx.Node] = list(graph.graph.nodes)
         self._index = {node: index for index, node in enumerate(self._nodes)}
-        self._freed_after = self._last_uses()
         self._uses = self._users_of_layers()
         self._nested: dict[fx.Node, NestedLayers] = {}
         self._inputs: dict[fx.Node, list[_Input]] = {}  # by the first node that reads them
@@ -168,6 +173,9 @@ class _GraphWalk:
         for layer_input in self._readers:
             reads = [n for layer, users in self._uses.items() for n in users if self._input(layer, n) == layer_input]
             self._inputs.setdefault(min(reads, key=self._index.__getitem__), []).append(layer_input)
+        self._routers: dict[_Input, Router] = routers(
+            self._graph, {each: (each.value, each.use) for each in self._readers}) if all_experts else {}
+        self._freed_after = self._last_uses()
 
     def __iter__(self) -> Iterator[LayerInput]:
         stops: dict[fx.Node, list[WeightedLayer]] = {}
@@ -177,18 +185,19 @@ class _GraphWalk:
         try:
             for stop in sorted(stops, key=self._index.__getitem__):
                 for batch, call in enumerate(self._calls):
-                    with _naming(batch, call):
+                    with named_batch(batch, call):
                         self._advance(batch, begin, self._index[stop])
                 begin = self._index[stop]
                 self._paths.drop_float(begin)
                 for layer in stops[stop]:
                     self._paths.keep_float((layer.parameter, layer.bias))
                     layer_input = LayerInput(layer, self._collected(layer))
-                    self._outputs[stop] = replace(layer_input, moments=None)
+                    if not any(self._input(layer, node) in self._routers for node in self._uses[layer]):
+                        self._outputs[stop] = replace(layer_input, moments=None)  # else its error is over other rows
                     yield layer_input
             if stops and len(self._paths.quantized) > 1:
                 for batch, call in enumerate(self._calls):
-                    with _naming(batch, call):
+                    with named_batch(batch, call):
                         self._advance(batch, begin, begin + 1)
             _warn_of_all_rows("in some batches the lengths do not fit", self._readers_of(self._rows.misfits))
         finally:
@@ -232,29 +241,34 @@ class _GraphWalk:
                 moments = self._moments[layer_input] = SecondMoments(
                     layer_input.geometry, layer_input.required, weight=self._only_weight(layer_input)
                 )
-            both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
-            first, last = both if both[0] is not both[1] else (None, both[1])
-            if first is not None and first.shape != last.shape:  # data decide which rows there are: no pairs
-                first = None
-            if layer_input.use is not None:
-                with self._naming_reader(layer_input):
-                    self._observe_matrices(layer_input, moments, values, batch, is_one=first is None)
-                continue
-            held_out: tuple[Tensor, Tensor | None] | None = None
-            if layer_input.required.holdout is not None:
-                last, held_out_last = self._rows.split(layer_input.value, last, batch, layer_input.geometry)
-                first, held_out_first = (None, None) if first is None else (
-                    self._rows.split(layer_input.value, first, batch, layer_input.geometry))
-                held_out = held_out_last, held_out_first
-            elif layer_input.geometry.is_pointwise:
-                last = self._rows.rows(layer_input.value, last, batch)
-                first = None if first is None else self._rows.rows(layer_input.value, first, batch)
-            with self._naming_reader(layer_input):
-                moments.observe(last, first, batch, held_out=held_out)
+            router = self._routers.get(layer_input)
+            for chosen in (values,) if router is None else router.choices(self._paths, values):
+                self._add_rows(layer_input, moments, chosen, batch)
         if node in self._nested:
             with self._nested[node].listening():
                 self._nested[node].observe(
                     lambda: self._paths.evaluate(node, values, 0), batch, samples_of(self._calls[batch]))
+
+    def _add_rows(self, layer_input: _Input, moments: SecondMoments, values: Values, batch: int) -> None:
+        both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
+        first, last = both if both[0] is not both[1] else (None, both[1])
+        if first is not None and first.shape != last.shape:  # data decide which rows there are: no pairs
+            first = None
+        if layer_input.use is not None:
+            with self._naming_reader(layer_input):
+                self._observe_matrices(layer_input, moments, values, batch, is_one=first is None)
+            return
+        held_out: tuple[Tensor, Tensor | None] | None = None
+        if layer_input.required.holdout is not None:
+            last, held_out_last = self._rows.split(layer_input.value, last, batch, layer_input.geometry)
+            first, held_out_first = (None, None) if first is None else (
+                self._rows.split(layer_input.value, first, batch, layer_input.geometry))
+            held_out = held_out_last, held_out_first
+        elif layer_input.geometry.is_pointwise:
+            last = self._rows.rows(layer_input.value, last, batch)
+            first = None if first is None else self._rows.rows(layer_input.value, first, batch)
+        with self._naming_reader(layer_input):
+            moments.observe(last, first, batch, held_out=held_out)
 
     def _observe_matrices(
         self, layer_input: _Input, moments: SecondMoments, values: Values, batch: int, *, is_one: bool
@@ -335,7 +349,8 @@ class _GraphWalk:
 
     def _only_weight(self, layer_input: _Input) -> Tensor | None:
         """The only weight that an input is multiplied with, if there is only one and it has few outputs."""
-        if self._readers[layer_input] > 1 or layer_input.required.block is not None or layer_input.use is not None:
+        required = layer_input.required
+        if self._readers[layer_input] > 1 or required.block is not None or required.is_added_up or layer_input.use:
             return None
         layer = self._reader_of(layer_input)
         if len(self._uses[layer]) > 1:
@@ -363,7 +378,9 @@ class _GraphWalk:
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Node → the values that no node reads after it."""
-        last = {read: node for node in self._nodes for read in (node, *self._paths.reads(node))}
+        last = {read: node for node in self._nodes for read in (node, *self._paths.reads(node), *(
+            read for each in self._inputs.get(node, ()) if each in self._routers
+            for op in self._routers[each].ops for read in (op, *self._paths.reads(op))))}
         freed_after: dict[fx.Node, list[fx.Node]] = {}
         for read, node in last.items():
             freed_after.setdefault(node, []).append(read)
@@ -380,21 +397,3 @@ def _warn_of_all_rows(reason: str, names: Sequence[str]) -> None:
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         warnings.warn(f"valid: {reason} to the inputs of {len(names)} layers, where all rows count: {shown}",
                       stacklevel=2)
-
-
-@contextmanager
-def _naming(batch: int, call: Call) -> Iterator[None]:
-    """Names the batch in the errors of the body. Raises: CalibrationError for those of torch."""
-    try:
-        yield
-    except QtkError as error:
-        raise type(error)(f"batch {batch}: {error}") from None
-    except NOT_OURS:
-        raise
-    except Exception as error:  # whatever a model raises
-        if raised_by_us(error):
-            raise
-        inputs, op = leaves_text((call.args, call.kwargs)), failed_op(error)
-        where = f" at {op}" if op else ""
-        message = f"batch {batch} ({inputs}) does not run{where}: {type(error).__name__}: {error}"
-        raise CalibrationError(message) from error

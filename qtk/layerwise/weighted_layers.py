@@ -14,6 +14,7 @@ from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import Port
 from qtk.layerwise.output_parts import Use, output_parts
 from qtk.layerwise.parameter_view import ParameterView, parameter_view
+from qtk.layerwise.stack_bias import stack_bias
 from qtk.moments.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.im2col import Geometry
 from qtk.operators.lookup import op_name, row_of
@@ -30,10 +31,11 @@ class WeightedLayer:
         name: of the weight's site, ``blocks.0.attn.qkv.weight``.
         geometry: how the layer multiplies it with its input.
         weight: the parameter.
-        bias: the parameter added to the output, ``None`` where there is none.
+        bias: the parameter added to the output, ``None`` where there is none; of a stack a row for each matrix.
         quantizer: of the weight.
         activation: the elementwise function that alone reads the output, if there is one.
         view: how it is stored in a parameter; ``None``: it is one.
+        bias_moves: the ops that move the bias, of a stack.
         uses: op → how it multiplies the weight, where that is moved before, a stack, or the left factor.
     """
 
@@ -45,6 +47,7 @@ class WeightedLayer:
     activation: Callable[[Tensor], Tensor] | None = None
     uses: dict[fx.Node, StackUse] = field(default_factory=dict)
     view: ParameterView | None = None
+    bias_moves: tuple[fx.Node, ...] = ()
 
     @property
     def parameter(self) -> Tensor:
@@ -53,9 +56,9 @@ class WeightedLayer:
 
     @property
     def moves(self) -> set[fx.Node]:
-        """The ops that move the weight, before and after its quantizer."""
+        """The ops that move the weight, before and after its quantizer, and the bias."""
         before = () if self.view is None else self.view.moves
-        return {*before, *(move for use in self.uses.values() for move in use.moves)}
+        return {*before, *self.bias_moves, *(move for use in self.uses.values() for move in use.moves)}
 
     @property
     def matrices(self) -> int | None:
@@ -146,10 +149,10 @@ def _layer(
             _activation(port.user), view=view,
         )
     use = stack_use(flow, row, port, parts=parts)
+    bias, bias_moves = (_bias(graph, row, port), ()) if use.is_plain else stack_bias(graph, flow, use)
     return WeightedLayer(
-        quantizer.site, Geometry.of_matrices(use.axes, weight.shape), weight,
-        _bias(graph, row, port) if use.is_plain else None, quantizer,
-        _activation(port.user) if use.is_plain else None, {port.user: use}, view,
+        quantizer.site, Geometry.of_matrices(use.axes, weight.shape), weight, bias, quantizer,
+        _activation(port.user) if use.is_plain else None, {port.user: use}, view, bias_moves,
     )
 
 

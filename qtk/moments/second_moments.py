@@ -147,22 +147,29 @@ class SecondMoments:
     @property
     def mean(self) -> Tensor:
         """Mean of X̂ over rows. Shape: float64 [groups, columns]. Raises: CalibrationError if nothing was seen."""
-        return self._sum("sum").flatten(1) / self.rows
+        return self._sum("sum").flatten(1) / self.rows_of_means
 
     @property
     def mean_difference(self) -> Tensor | None:
         """Mean of X - X̂ over rows, ``None`` where both inputs were one. Shape: float64 [groups, columns]."""
-        return self._sum("error_sum").flatten(1) / self.rows if self.has_two_inputs else None
+        return self._sum("error_sum").flatten(1) / self.rows_of_means if self.has_two_inputs else None
 
     @property
     def counts(self) -> tuple[int, ...] | None:
-        """Rows that each matrix of a stack has seen; ``None`` of other layers."""
+        """Rows that each matrix of a stack has seen, but rows of zeros; ``None`` of other layers."""
         return tuple(int(count) for count in self._sums["counts"]) if "counts" in self._sums else None
 
     @property
     def rows_of_groups(self) -> int | Tensor:
         """Rows behind the Gram matrix of each group. Shape: [groups, 1], or one number for all."""
-        return self._sums["counts"][:, None] if "counts" in self._sums else self.rows
+        counts = self._sums.get("support", self._sums.get("counts"))  # support: of pooled statistics
+        return self.rows if counts is None else counts[:, None]
+
+    @property
+    def rows_of_means(self) -> int | Tensor:
+        """Rows that each group has met. Shape: [groups, 1], or one number for all."""
+        counts = self._sums.get("counts")
+        return self.rows if counts is None else counts[:, None].clamp(min=1)
 
     @property
     def rows_of_all(self) -> int:
@@ -239,7 +246,7 @@ class SecondMoments:
         if not len(quantized.rows):
             return
         self.rows += len(quantized.rows)
-        self._add({"counts": quantized.rows.new_tensor(quantized.counts, dtype=torch.float64)})
+        self._add({"counts": torch.stack([x.any(-1).sum() for x in quantized]).to(torch.float64)})
         pairs = zip(quantized, [None] * self.geometry.groups if float_input is None else float_input, strict=True)
         self._observe_groups([None if not len(x) else (x, float_x) for x, float_x in pairs])
 
@@ -254,26 +261,6 @@ class SecondMoments:
         if self.held_out is not None and self.held_out.rows:
             alone.held_out = self.held_out.of_matrix(index)
         return alone
-
-    def pooled(self, matrices: Sequence[int]) -> SecondMoments:
-        """The statistics with those of all rows, weighed as so many rows, in place of the statistics of some matrices.
-
-        Their counts become those of all rows.
-        """
-        counts, index = self.counts, list(matrices)
-        if counts is None or not index:
-            return self
-        total = sum(counts)
-        share = self._sums["counts"][index].clamp(min=1) / total
-        sums = {}
-        for name, each in self.sums.items():
-            sums[name] = each.clone()
-            weights = share.reshape(-1, *(1 for _ in each.shape[1:]))
-            sums[name][index] = each.sum(0) * (1 if name == "counts" else weights)
-        result = SecondMoments.of_sums(self.geometry, self.required, self.rows, sums, self._sample)
-        if self.held_out is not None and self.held_out.rows:
-            result.held_out = self.held_out.pooled(matrices)
-        return result
 
     def _samples(self, x: Tensor) -> Tensor:
         """Adds the axis of samples if there is none."""

@@ -134,7 +134,7 @@ def stack_use(flow: Flow, row: OpRow, port: Port, *, parts: int = 1) -> StackUse
     """
     op, shape = port.user, [length_hint(length) for length in port.value.meta["val"].shape]
     root = flow.root(port.value)
-    moves = _moves(flow, port.value, root)
+    moves = moves_between(flow, port.value, root)
     if row.kind == "einsum":
         data, terms = _einsum(op, port)
         outputs, columns = _axes_of_terms(*terms)
@@ -160,7 +160,7 @@ def stack_use(flow: Flow, row: OpRow, port: Port, *, parts: int = 1) -> StackUse
     return StackUse(op, data, root, moves, axes, terms, is_left)
 
 
-def _moves(flow: Flow, value: fx.Node, root: fx.Node) -> tuple[fx.Node, ...]:
+def moves_between(flow: Flow, value: fx.Node, root: fx.Node) -> tuple[fx.Node, ...]:
     """The ops between ``root`` and ``value``. Raises: NotALayer for one after which columns are others."""
     moves: list[fx.Node] = []
     while value is not root:

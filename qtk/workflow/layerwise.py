@@ -132,7 +132,8 @@ def apply_layerwise(
         restarted = () if goes_on else tuple(layer.name for layer in layers if layer in rewound)
         warn_of_earlier_results(restarted if start is None else (), gone)
         earlier = EarlierResults(originals, tuple(layer for layer in others if layer in rewound), goes_on)
-        results = LayerwiseRun(simulation.model, resolved, layers, calls, options, earlier).finish(progress=progress)
+        run = LayerwiseRun(simulation.model, resolved, layers, calls, options, earlier)
+        results = run.finish(progress=progress)
         _warn_of_share(simulation, skipped, [layer.weight for layer in layers])
         reasons = {result.reason for result in results}
         if None not in reasons:
@@ -140,7 +141,7 @@ def apply_layerwise(
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
         if options.keep_originals:
             originals.hand_over()
-    return LayerwiseReport(tuple(results), skipped, restarted)
+    return LayerwiseReport(tuple(results), skipped, restarted, run.pooled)
 
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:

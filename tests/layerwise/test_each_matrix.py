@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import qtk
+from qtk.layerwise.candidates import shrinkage
 from qtk.numerics.error import decibels
 from tests.zoo.experts import FusedExperts
 
@@ -63,20 +64,60 @@ def test_scales_that_matrices_share_are_searched_for_all_together():
     assert [result.winner.partition(",")[0] for result in report.layers] == ["SeqMse + Gptq"] * 2
 
 
+def gptq_in_float64(weight, rows, scale, damping, qmax=3):
+    """Algorithm 1 of arXiv 2210.17323, one column at a time, the largest first. Shape: [out, in], [n, in], [out]."""
+    gram = rows.mT @ rows
+    order = gram.diagonal().argsort(descending=True)
+    gram = (gram + damping * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype))[order][:, order]
+    upper = torch.linalg.cholesky(torch.linalg.inv(gram), upper=True)
+    left, rounded = weight[:, order].clone(), torch.zeros_like(weight)
+    for column in range(len(gram)):
+        rounded[:, column] = (left[:, column] / scale).round().clamp(-qmax - 1, qmax) * scale
+        error = (left[:, column] - rounded[:, column]) / upper[column, column]
+        left[:, column:] -= error[:, None] * upper[column, column:]
+    return rounded[:, order.argsort()]
+
+
 @pytest.mark.medium
-def test_matrices_that_few_rows_meet_are_rounded_by_all_rows_and_named():
+def test_each_expert_is_as_close_as_gptq_in_float64_makes_it_by_itself():
     fused, data, _ = mixture()
-    with torch.no_grad():
-        fused.gate.weight[3] = 0
-        fused.gate.weight[:3] = fused.gate.weight[:3].abs() * 5
-    data = [batch.abs() for batch in data]  # the last expert is never among the first two
-    fused.chosen = 1
     sim = simulation(fused, data)
-    before = sim.model.get_parameter("down_proj").detach().clone()
-    with pytest.warns(match=r"gate_up_proj: \d of 4 \(.*3 met 0 rows.*calibrate with more data"):
-        qtk.apply_gptq(sim, data, progress=False)
-    changed = (sim.model.get_parameter("down_proj") != before).flatten(1).any(1)
-    assert bool(changed[3])
+    rounded = sim.quantizers["gate_up_proj"](fused.gate_up_proj).detach().double()
+    qtk.apply_gptq(sim, data, progress=False, options=qtk.LayerwiseOptions(holdout=0.0))
+    found, x = sim.model.get_parameter("gate_up_proj").detach().double(), torch.cat(data)
+    expert = fused.gate(x).topk(2, dim=-1).indices
+    for index, weight in enumerate(fused.gate_up_proj.detach().double()):
+        rows = x[(expert == index).any(-1)].double()
+        scale = sim.quantizers["gate_up_proj"].scale[index].double().flatten()
+        damping = 0.01 + float(shrinkage((rows.mT @ rows)[None, None], len(rows)))
+        reference, least, ours = (
+            float((rows @ (weight - each).mT).square().sum())
+            for each in (gptq_in_float64(weight, rows, scale, damping), rounded[index], found[index]))
+        assert reference < 0.6 * least
+        assert ours < 1.03 * reference
+
+
+@pytest.mark.medium
+def test_experts_that_no_row_meets_are_rounded_by_the_rows_of_all_stacked_or_not():
+    fused, data, _ = mixture(experts=3, chosen=1)
+    with torch.no_grad():  # the last expert is never chosen, and one of the others rarely
+        fused.gate.weight[2] = 0
+        fused.gate.weight[0] = 5 * fused.gate.weight[0].abs()
+    data = [batch.abs() for batch in data]
+    errors = []
+    for model in (fused, fused.apart()):
+        sim = simulation(model, data)
+        with pytest.warns(match=r"2 met 0 rows|up\.2\.weight: met 0 rows"):
+            report = qtk.apply_gptq(sim, data, progress=False, options=qtk.LayerwiseOptions(holdout=0.0))
+        assert all(result.reason is None for result in report.layers)
+        weight = dict(sim.model.named_parameters())
+        found = weight["gate_up_proj"][2] if model is fused else weight["up.2.weight"]
+        change = (torch.cat(data) @ (fused.gate_up_proj[2] - found).mT).detach()
+        errors.append(float(change.square().sum()))
+    assert report.pooled["down.2.weight"] == "met 0 rows"
+    rounded = simulation(fused, data).quantizers["gate_up_proj"](fused.gate_up_proj)[2].detach()
+    assert errors[0] < 0.7 * float((torch.cat(data) @ (fused.gate_up_proj[2].detach() - rounded).mT).square().sum())
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
 @pytest.mark.medium
