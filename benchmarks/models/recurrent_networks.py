@@ -25,7 +25,7 @@ from torch import Tensor, nn
 RATE, CHUNK, CONTEXT = 16_000, 512, 64
 """Samples a second, of one step, and of the step before that come along."""
 
-HIDDEN, HEIGHT, WIDTH = 128, 64, 512
+HIDDEN, HEIGHT, WIDTH = 128, 64, 384
 """Of the detector's cell; of the image of a line."""
 
 
