@@ -29,7 +29,7 @@ HIDDEN, HEIGHT, WIDTH = 128, 64, 384
 """Of the detector's cell; of the image of a line."""
 
 
-class Missing(Exception):
+class MissingPackageError(Exception):
     """Something that a package would bring; the message says which."""
 
 
@@ -92,14 +92,45 @@ class Reader(nn.Module):
         return scores
 
 
+class Residual(nn.Module):
+    """A wide convolution, SiLU and a narrow convolution, added to their input where shapes allow."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(inputs, inner, 3, stride, 1), nn.Conv2d(inner, outputs, 1)
+        self.is_added = inputs == outputs and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(F.silu(self.wide(x)))
+        return x + y if self.is_added else y
+
+
+class ManyCharacters(nn.Module):
+    """ddddocr's reader: a convolutional net with residuals, a bidirectional LSTM, scores of 8,210 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 24, 3, 2, 1)
+        sizes = ((24, 24, 24, 1), (24, 24, 24, 1), (24, 96, 48, 2), *[(48, 192, 48, 1)] * 3, (48, 192, 64, 2),
+                 *[(64, 256, 64, 1)] * 3)
+        self.blocks = nn.Sequential(*(Residual(*each) for each in sizes))
+        self.lstm, self.head = nn.LSTM(512, 512, bidirectional=True), nn.Linear(1024, 8210)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Shape: as of ``Reader``; the pixels that it reads are in [0, 1]."""
+        y = self.blocks(F.silu(self.stem((image + 1) / 2))).permute(3, 0, 1, 2).flatten(2)
+        scores: Tensor = self.head(self.lstm(y)[0]).transpose(0, 1)
+        return scores
+
+
 def package_file(package: str, name: str) -> Path:
-    """The file of that name of an installed package. Raises: Missing."""
+    """The file of that name of an installed package. Raises: MissingPackageError."""
     found = importlib.util.find_spec(package)
     places = [] if found is None else map(Path, found.submodule_search_locations or ())
     for place in places:
         for file in place.rglob(name):
             return file
-    raise Missing(f"{name} of the package {package} is not installed")
+    raise MissingPackageError(f"{name} of the package {package} is not installed")
 
 
 def detector() -> Detector:
@@ -107,6 +138,23 @@ def detector() -> Detector:
     file = onnx.load(package_file("silero_vad", "silero_vad_16k_op15.onnx"))
     weights = [torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in file.graph.initializer]
     model = Detector()
+    model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
+    return model.eval()
+
+
+def many_characters() -> ManyCharacters:
+    """With the weights of the package's ONNX file, in the order of its nodes; an LSTM's gates are i, o, f, g there."""
+    graph = onnx.load(package_file("ddddocr", "common.onnx")).graph
+    held = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+    model, weights = ManyCharacters(), list[Tensor]()
+    for node in graph.node:
+        taken = [held[name] for name in node.input if name in held and node.op_type in ("Conv", "LSTM", "Gemm")]
+        if node.op_type == "LSTM":
+            i, o, f, g = (slice(at * 512, at * 512 + 512) for at in range(4))
+            w_ih, w_hh, bias = (torch.cat([each[:, gate] for gate in (i, f, g, o)], 1) for each in (
+                *taken[:2], taken[2].unflatten(1, (2, 2048)).transpose(1, 2)))
+            taken = [each for way in (0, 1) for each in (w_ih[way], w_hh[way], bias[way, :, 0], bias[way, :, 1])]
+        weights += taken
     model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
     return model.eval()
 
@@ -127,10 +175,10 @@ def words() -> list[str]:
 
 
 def speech(text: str, voice: str, speed: int, pitch: int) -> Tensor:
-    """A sentence spoken by espeak-ng, in [-1, 1] at ``RATE``. Raises: Missing."""
+    """A sentence spoken by espeak-ng, in [-1, 1] at ``RATE``. Raises: MissingPackageError."""
     program = shutil.which("espeak-ng")
     if program is None:
-        raise Missing("espeak-ng is not installed (Debian: espeak-ng)")
+        raise MissingPackageError("espeak-ng is not installed (Debian: espeak-ng)")
     spoken = subprocess.run([program, "-v", voice, "-s", str(speed), "-p", str(pitch), "--stdout", text],
                             capture_output=True, check=True).stdout
     with wave.open(io.BytesIO(spoken)) as sound:
@@ -159,11 +207,14 @@ def streams(voices: Sequence[str], count: int, steps: int, seed: int) -> Tensor:
 
 
 def lines(fonts: Sequence[Path], count: int, seed: int) -> Tensor:
-    """Words in these fonts, of all sizes and contrasts, in noise: [count, 1, HEIGHT, WIDTH]. Raises: Missing."""
+    """Words in these fonts, of all sizes and contrasts, in noise: [count, 1, HEIGHT, WIDTH].
+
+    Raises: MissingPackageError without fonts.
+    """
     from PIL import Image, ImageDraw, ImageFont  # no part of what qtk needs
 
     if not fonts:
-        raise Missing("no fonts found (Debian: fonts-dejavu)")
+        raise MissingPackageError("no fonts found (Debian: fonts-dejavu)")
     draw, generator, vocabulary = random.Random(seed), np.random.default_rng(seed), words()
     images = []
     while len(images) < count:
