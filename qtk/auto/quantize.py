@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -22,11 +23,12 @@ from qtk.auto.latency import WholeLatency
 from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.auto.trial_log import Measured, TrialLog
+from qtk.calls.states import set_states
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.width import FROM_CONFIG, FromConfig, Width, width_to_json
 from qtk.data.forward_pass import Batch, Forward, in_memory
-from qtk.data.sequences import Sequences
+from qtk.data.sequences import apart
 from qtk.data.valid_tokens import Valid
 from qtk.errors import OUT_OF_MEMORY, CalibrationError, QtkError, first_line
 from qtk.graph.footprint import footprint
@@ -35,7 +37,7 @@ from qtk.public import public, runs_model
 from qtk.quantsim import QuantSim
 from qtk.report.account import Account, Trial
 from qtk.torch_private import pytree
-from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.prepare import ExampleInputs, prepare_own
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
 """A metric of a model, higher is better."""
@@ -57,6 +59,7 @@ def quantize(
     forward: Forward | None = None, num_batches: int | None = None, holdout: float = 0.2,
     valid: Valid | None = None, time_limit: float | None = None,
     directory: str | os.PathLike[str] | None = None, progress: bool = True,
+    states: Mapping[str, int | str] = MappingProxyType({}),
 ) -> Quantized:
     """Quantizes ``model`` until what it loses is at most ``max_drop``, by the cheapest means that reach it.
 
@@ -105,39 +108,38 @@ def quantize(
         time_limit: seconds after which no further trial begins.
         directory: where finished trials are noted, so that the same call resumes a run that was stopped.
         progress: show a bar.
+        states: inputs that are outputs of the call before, as for ``QuantSim``; of ``qtk.Sequences`` whole ones judge.
 
     Returns: the best simulation found, and the account of all trials, printable.
 
-    Raises: CalibrationError for fewer than two batches, outputs that are not finite, or if ``evaluate`` fails on the
-        float model; ConfigError for an unknown target, or a directory of another run. A trial that fails, in
-        ``evaluate`` too, is noted in the account, and the others go on.
+    Raises: CalibrationError for fewer than two batches or sequences, outputs that are not finite, or if ``evaluate``
+        fails on the float model; ConfigError for an unknown target, states that do not fit, or a directory of another
+        run. A trial that fails, in ``evaluate`` too, is noted in the account, and the others go on.
     """
     if not 0 < holdout < 1:
         raise CalibrationError(f"holdout is a fraction of the batches, above 0 and below 1, got {holdout}")
     if math.isnan(max_drop):
         raise CalibrationError("max_drop is a number, got nan")
     config = load_config(target)
-    if isinstance(data, Sequences):
-        raise CalibrationError("qtk.quantize searches simulations without states, for which sequences say nothing; "
-                               "pass the batches alone, or make a QuantSim(…, states=…) and improve that")
-    batches = [*in_memory(data, num_batches, least=2, why="calibration does not see the last")]
+    batches = in_memory(data, num_batches, least=2, why="calibration does not see the last")
+    calibration, held_out = apart(batches, holdout)
     if example_inputs is None and forward is not None:
         raise CalibrationError("with forward, say example_inputs too: a tensor, tuple or dict the model runs on")
-    inputs = cast(ExampleInputs, batches[0]) if example_inputs is None else example_inputs
-    held_out = min(len(batches) - 1, max(1, round(holdout * len(batches))))
-    prepared = prepare_model(model, inputs)
-    builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, batches[:-held_out], forward, valid,
+    inputs = cast(ExampleInputs, next(iter(batches))) if example_inputs is None else example_inputs
+    prepared = prepare_own(model, inputs, in_place=not states)
+    set_states(prepared, states)
+    builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, calibration, forward, valid,
                            _dynamic(config, weight_bits, activation_bits))
-    judge = FloatOutputs(prepared, batches[-held_out:], forward, valid)
+    judge = FloatOutputs(prepared, held_out, forward, valid)
     if isinstance(evaluate, str):
-        evaluate = token_metric(evaluate, prepared, batches[-held_out:], forward, valid)
+        evaluate = token_metric(evaluate, prepared, list(held_out), forward, valid)
     metric = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
     in_float = math.nan if evaluate is None else _metric(evaluate, prepared, "the float model")
     settings = {
         "config": config.model_dump(mode="json"), "weight_bits": width_to_json(weight_bits), "valid": _named(valid),
-        "activation_bits": width_to_json(activation_bits), "batches": len(batches), "held_out": held_out,
+        "activation_bits": width_to_json(activation_bits), "batches": len(batches), "held_out": len(held_out),
         "metric": metric, "metric in float": f"{in_float:.6g}", "scheme": scheme, "outputs": f"{judge.power:.4e}",
-        "data": f"{_sum(batches):.4e}",
+        "data": f"{_sum(list(batches)):.4e}", "states": dict(states),
     }
     log = TrialLog(None if directory is None else Path(directory), settings)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qtk.analysis.sensitivity import sensitivity
@@ -48,7 +48,7 @@ class TrialBuilder:
     config: QuantConfig
     weight_bits: Width
     activation_bits: Width
-    batches: Sequence[Batch]
+    batches: Iterable[Batch]
     forward: Forward | None = None
     valid: Valid | None = None
     dynamic: QuantConfig | None = None
@@ -86,7 +86,7 @@ class TrialBuilder:
         """
         run = run_batch if self.forward is None else self.forward
         in_both = in_plan = 0
-        for product in matrix_products(sim.simulation, lambda: run(sim.model, self.batches[0])):
+        for product in matrix_products(sim.simulation, lambda: run(sim.model, next(iter(self.batches)))):
             data, other = product.operands
             if data is not None and other is not None:
                 row = row_of(product.node)

@@ -84,7 +84,7 @@ def capture(
     With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with free batch and tokens, then with a
     free batch, then with fixed shapes; with ``"batch"`` from the third on. The first two have ``FLOOR_S`` seconds, or
     ``TIMES`` times what a free batch takes. Where the axes 0 are fixed by the batch on another axis of another
-    input (the states of a recurrent net), that axis is free too.
+    input (the states of a recurrent net), that axis is free too. An axis that is read index by index stays fixed.
 
     Args:
         model: the module, in eval mode.
@@ -131,6 +131,10 @@ def capture(
             longer_s = TIMES * (time.thread_time() - started)
             if late and attempt.label not in LIMITED and longer_s > FLOOR_S:
                 attempt, program = _in_time(source, late, longer_s, owns_inputs=owns_inputs) or (attempt, program)
+            singly = _read_singly(program, attempt) if attempt.label != GIVEN_LABEL else ()
+            if singly:
+                return capture(model, args, kwargs, dynamic_shapes, rungs=rungs, owns_inputs=owns_inputs,
+                               unfree={*unfree, *singly})
             tied = _tied_sizes(_tensor_inputs(program))
             if tied is not None and attempt.label != GIVEN_LABEL:
                 reasons.append(f"{rung}, {attempt.label}: only sizes with {tied} would do")
@@ -329,6 +333,21 @@ def _leaf_sizes(
     pairs = [*zip(numbers, inputs, strict=True)]
     sizes = {(number, axis): size for number, name in pairs for axis, size in enumerate(inputs[name].shape)}
     return sizes, dict(pairs)
+
+
+def _read_singly(program: ExportedProgram, attempt: _Attempt) -> set[LeafAxis]:
+    """Free axes that the code reads index by index, all of them (``h, c = state[0], state[1]``): no batch is there."""
+    sizes, names = _leaf_sizes(_tensor_inputs(program), attempt.args, attempt.kwargs)
+    leaves = pytree.tree_leaves((attempt.args, attempt.kwargs))
+    readers = {node.name: node.users for node in program.graph.find_nodes(op="placeholder")}
+    select = torch.ops.aten.select.int
+    return {
+        (number, axis) for (number, axis), size in sizes.items()
+        if is_free(size) and all(user.target is select for user in readers[names[number]])
+        and {(user.args[1] % leaves[number].ndim, user.args[2] % leaves[number].shape[axis])  # type: ignore[operator]
+             for user in readers[names[number]] if isinstance(user.args[2], int)}
+        == {(axis, index) for index in range(leaves[number].shape[axis])}
+    }
 
 
 def _tied_sizes(inputs: Mapping[str, Tensor]) -> str | None:

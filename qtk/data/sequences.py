@@ -16,9 +16,8 @@ Reset: TypeAlias = int | Callable[[Any], bool]
 class Sequences:
     """Batches that say where a sequence begins: there a model with states takes those that the batch brings along.
 
-    Every function of a simulation that takes data takes them (``qtk.quantize`` does not: its simulations have no
-    states); without them, all batches are the steps of one sequence. ``compute_encodings(data, reset=3)`` is short for
-    them.
+    Every function that takes data takes them, ``qtk.quantize`` too; without them, all batches are the steps of one
+    sequence. ``compute_encodings(data, reset=3)`` is short for them.
 
     >>> import qtk, torch
     >>> class Sum(torch.nn.Module):
@@ -65,3 +64,24 @@ class Sequences:
 def like(data: object, batches: list[object]) -> list[object] | Sequences:
     """``batches``, with sequences that begin as those of ``data``, if these say where."""
     return Sequences(batches, reset=data.reset) if isinstance(data, Sequences) else batches
+
+
+def apart(batches: list[object] | Sequences, share: float) -> tuple[list[object] | Sequences, list[object] | Sequences]:
+    """Cuts batches in two, the second with about ``share`` of them, at least one, both of whole sequences.
+
+    >>> apart([1, 2, 3, 4, 5], 0.2)
+    ([1, 2, 3, 4], [5])
+
+    Raises: CalibrationError if they are one sequence.
+    """
+    items = list(batches)
+    starts: Iterable[int] = range(len(items))
+    if isinstance(batches, Sequences):
+        reset = batches.reset
+        starts = [at for at, each in enumerate(items) if (reset(each) if callable(reset) else at % reset == 0)]
+    wanted = len(items) - max(1, round(share * len(items)))
+    cut = min((at for at in starts if at), key=lambda at: abs(at - wanted), default=None)
+    if cut is None:
+        raise CalibrationError(f"the {len(items)} batches are one sequence, and the last sequence judges what the "
+                               "others calibrate: pass more, or a reset at which another begins")
+    return like(batches, items[:cut]), like(batches, items[cut:])

@@ -134,7 +134,7 @@ _add("abs", OpRow("abs", COMPUTE, scaling=Scaling.KEPT))
 for _kind in ("mean", "sum"):
     _add(_kind, OpRow(_kind, COMPUTE, scaling=Scaling.REDUCED))
 for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
-              "exp expm1 exp2 log log1p log2 square sin cos tan asin acos atan sinh cosh "
+              "exp expm1 exp2 log log10 log1p log2 square sin cos tan asin acos atan sinh cosh "
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm prod cumsum cumprod "
               "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():

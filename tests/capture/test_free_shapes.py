@@ -4,6 +4,7 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import qtk
+from qtk.calls.states import set_states
 from qtk.capture.free_shapes import (
     batch_elsewhere,
     check_dynamic_shapes,
@@ -53,6 +54,41 @@ def test_the_batch_is_found_on_another_axis_of_the_states(batch):
             assert torch.equal(a, b)
     with pytest.raises(CaptureError, match=r"input h has shape \(2, 3, 15\)"):
         prepared(step(3)[0], torch.randn(2, 3, 15), torch.randn(2, 3, 16))
+
+
+class Stacked(nn.Module):
+    """Its two states come as one tensor, of which it takes one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 16)
+
+    def forward(self, x, state):
+        h, c = self.cell(x, (state[0], state[-1]))
+        return h, torch.stack([h, c])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.medium
+@pytest.mark.parametrize("batch", [5, 2, 1])
+@pytest.mark.parametrize("dynamic_shapes", ["batch", "all"])
+def test_an_axis_that_is_read_index_by_index_is_no_batch(batch, dynamic_shapes):
+    model = Stacked().eval()
+    prepared = qtk.prepare_model(model, (torch.ones(batch, 8), torch.ones(2, batch, 16)), dynamic_shapes=dynamic_shapes)
+    set_states(prepared, {"state": 1})
+    x, state = (node.meta["val"].shape for node in prepared.graph.find_nodes(op="placeholder"))
+    assert (state[0], str(state[1])) == (2, str(x[0]))
+    inputs = torch.randn(3, 8), torch.randn(2, 3, 16)
+    assert torch.equal(prepared(*inputs)[1], model(*inputs)[1])
+
+
+def test_an_axis_of_which_one_index_is_read_stays_free():
+    class First(nn.Module):
+        def forward(self, x):
+            return 2 * x[0]
+
+    prepared = qtk.prepare_model(First(), torch.ones(1, 3))
+    assert torch.equal(prepared(torch.ones(4, 3)), torch.full((3,), 2.0))
 
 
 @pytest.mark.medium

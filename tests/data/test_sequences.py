@@ -52,6 +52,21 @@ def test_what_makes_no_sequences_is_refused(data, reset, error):
         qtk.Sequences(data, reset=reset)
 
 
-def test_a_search_that_makes_simulations_without_states_refuses_them():
-    with pytest.raises(CalibrationError, match="without states, for which sequences say nothing"):
-        qtk.quantize(nn.Linear(1, 1), qtk.Sequences([torch.ones(2, 1)] * 4, reset=2), progress=False)
+@pytest.mark.medium
+def test_a_search_rolls_states_in_calibration_and_judges_by_whole_sequences():
+    data = qtk.Sequences(batches(9), reset=3)
+    sim, account = qtk.quantize(Sum(), data, states={"total": 1}, holdout=0.5, max_drop=1.0, progress=False)
+    assert sim.encodings()["total:input"].maximum == pytest.approx(3.0, abs=0.02)
+    rolled, total = [], torch.zeros(2, 1)
+    for x, _ in batches(3):
+        result, total = sim.model(x, total)
+        rolled.append(result)
+    expected = torch.tensor([1.0, 2.0, 3.0])[:, None, None]
+    error = float((torch.stack(rolled) - expected).square().sum() / (2 * expected.square().sum()))
+    assert account.best.drop == pytest.approx(error, rel=1e-3)
+
+
+@pytest.mark.parametrize("reset", [4, lambda batch: False])
+def test_a_search_needs_a_sequence_that_judges(reset):
+    with pytest.raises(CalibrationError, match="the 4 batches are one sequence, and the last sequence judges"):
+        qtk.quantize(Sum(), qtk.Sequences(batches(4), reset=reset), states={"total": 1}, progress=False)

