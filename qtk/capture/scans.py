@@ -16,7 +16,6 @@ sizes, when a tracer comes by.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -51,6 +50,9 @@ DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", 
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 """Types of the arguments that a function may have beside tensors."""
+
+OTHERS = sys.stdlib_module_names | {"torch", "qtk"}
+"""Packages with code that is not the model's."""
 
 CALL = nn.Module._call_impl.__code__
 """The code between the forward of a module and what calls the module."""
@@ -126,6 +128,7 @@ class _Caller:
 
     def __init__(self, function: FunctionType, plain: FunctionType, scans: list[Scan]) -> None:
         self._function, self._plain, self._scans = function, plain, scans
+        self._trials: dict[str, _Trial] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
@@ -146,14 +149,18 @@ class _Caller:
         tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         lengths = {index: leaf for index, leaf in enumerate(leaves) if is_free(leaf)}
         others = [leaf for index, leaf in enumerate(leaves) if index not in tensors | lengths]
-        if not tensors or not all(isinstance(each, (*PLAIN, nn.Module)) for each in others):
+        if not tensors or not all(_is_plain(each) or isinstance(each, nn.Module) for each in others):
             return None
         sizes: list[Any] = [*(size for tensor in tensors.values() for size in tensor.shape), *lengths.values()]
         symbols = sorted({str(symbol) for size in sizes if is_free(size) for symbol in size.node.expr.free_symbols})
         factors: dict[str, int] = {symbol: factor for factor, symbol in enumerate(symbols, 2)}
 
         def tried(by: Mapping[str, int], doubled: int | None = None) -> _Trial:
-            return self._tried(structure, [_resized(leaf, by, doubled) for leaf in leaves])
+            resized = [_resized(leaf, by, doubled) for leaf in leaves]
+            key = f"{structure} {resized}"  # each layer and each attempt of a capture asks anew
+            if key not in self._trials or others != [*filter(_is_plain, others)]:
+                self._trials[key] = self._tried(structure, resized)
+            return self._trials[key]
 
         first, longer = tried({}), tried(factors)
         if not first.decays and longer.num_ops <= first.num_ops and not any(
@@ -186,6 +193,10 @@ class _Caller:
         if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given):
             raise ValueError("it writes into an argument")
         return _Trial(of, result, ops.count, ops.decays)
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, PLAIN)
 
 
 class _Empty(NamedTuple):
@@ -282,9 +293,20 @@ def _with_loops(model: nn.Module, call: Call) -> list[FunctionType]:
         raise
     except Exception:  # of the user's code; the trace will say it
         return []
-    codes = frames.loops - frames.layers
-    found = [each for each in gc.get_referrers(*codes) if isinstance(each, FunctionType)] if codes else []
-    return [function for function in found if function.__code__ in codes and not function.__closure__]
+    found = [_function_of(frame_code, names) for frame_code, names in frames.loops.items()
+             if frame_code not in frames.layers]
+    return [function for function in found if function is not None and not function.__closure__]
+
+
+def _function_of(code: CodeType, scopes: Sequence[Mapping[str, Any]]) -> FunctionType | None:
+    """The function, behind its decorators, that ``code`` is of; ``None`` if it has no name in one of ``scopes``."""
+    for scope in scopes:
+        function = scope.get(code.co_name)
+        while function is not None:
+            if isinstance(function, FunctionType) and function.__code__ is code:
+                return function
+            function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+    return None
 
 
 class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -292,7 +314,7 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.loops: set[CodeType] = set()
+        self.loops: dict[CodeType, list[Mapping[str, Any]]] = {}
         self.layers: set[CodeType] = set()
         self._static = {id(each): each for each in (*model.parameters(), *model.buffers())}
         self._last: list[tuple[FrameType, int]] = []
@@ -310,14 +332,23 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if frame is not before:
                 break
             if instruction < last:
-                self.loops |= {each.f_code for each, _ in frames[:depth + 1]}
+                self._note(frames[:depth + 1])
         self._last = frames
         name = (aten_name(func) or "").removesuffix("_")
-        if name in (*DECAY_SUMS, *PRODUCTS):
-            self.loops |= {frame.f_code for frame, _ in frames}
+        if name in (*DECAY_SUMS, *PRODUCTS) and result.is_floating_point():
+            self._note(frames)
         if is_product(func) and any(each.ndim > 1 for each in static):
             self.layers |= {frame.f_code for frame, _ in frames}
         return result
+
+    def _note(self, frames: list[tuple[FrameType, int]]) -> None:
+        """Notes the codes of frames, each with the names in which its function may be found."""
+        for frame, _ in frames:
+            if frame.f_code not in self.loops:
+                first = next(iter(frame.f_locals.values()), None) if frame.f_code.co_argcount else None
+                owner = frame.f_globals.get(getattr(frame.f_code, "co_qualname", "").rpartition(".")[0])  # 3.11
+                kinds = [*type(first).__mro__, *([owner] if isinstance(owner, type) else [])]
+                self.loops[frame.f_code] = [frame.f_globals, *map(vars, kinds)]
 
     def __exit__(self, *error: Any) -> None:
         self._last = []
@@ -325,11 +356,11 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _frames() -> list[FrameType]:
-    """The frames of the model's code around an op, from the forward of the innermost module on."""
+    """The frames of the model's code around an op, from the forward of the innermost module on; none outside of one."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not CALL:
-        if not str(frame.f_globals.get("__name__")).startswith("torch."):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OTHERS:
             frames.append(frame)
         frame = frame.f_back
-    return frames[::-1]
+    return [] if frame is None else frames[::-1]
