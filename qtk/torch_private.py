@@ -34,52 +34,17 @@ from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # the base of every dropout
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op that runs
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every ATen op that runs
 
 __all__ = [
-    "GRAPH_MODULE_NAMES",
-    "HOOK_TABLES",
-    "MODULE_TABLES",
-    "BatchNormBase",
-    "CallStructure",
-    "DropoutBase",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "TorchDispatchMode",
-    "base_of",
-    "below_autograd",
-    "call_structure",
-    "checking_sizes",
-    "custom_functions",
-    "drop_input_guards",
-    "empty_like",
-    "flatten_as",
-    "fx_pytree",
-    "graph_from_bytes",
-    "graph_to_bytes",
-    "has_hooks",
-    "has_length_hint",
-    "hooks",
-    "hooks_on_saved_tensors_work",
-    "in_backward",
-    "is_exporting",
-    "is_in_onnx_export",
-    "is_traced",
-    "keep_result_as",
-    "length_hint",
-    "load_decomposed_ops",
-    "onnx_translations_kept",
-    "python_kernel",
-    "pytree",
-    "register_decomposition",
-    "return_dict",
-    "rnn_kernels",
-    "rnn_parameter_names",
-    "saves_result",
-    "schema_of",
-    "size_guards",
-    "version_of",
+    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_TABLES", "BatchNormBase", "CallStructure", "DropoutBase",
+    "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of", "below_autograd",
+    "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like", "flatten_as",
+    "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
+    "hooks_on_saved_tensors_work", "in_backward", "is_exporting", "is_in_onnx_export", "is_traced",
+    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
+    "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
+    "saves_result", "schema_of", "size_guards", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF
@@ -295,6 +260,15 @@ def length_hint(length: int | torch.SymInt) -> int:
     return length if isinstance(length, int) else int(str(length.node.hint))
 
 
+def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
+    """A length of the example inputs with the free sizes that ``factors`` names multiplied by these."""
+    if isinstance(length, int):
+        return length
+    expression, shape_env = length.node.expr, length.node.shape_env
+    hints = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
+    return int(expression.xreplace({size: hints[size] * factors.get(str(size), 1) for size in expression.free_symbols}))
+
+
 def has_length_hint(length: int | torch.SymInt) -> bool:
     """Whether a length is known of the example inputs, not decided by data as those of ``nonzero``."""
     return isinstance(length, int) or bool(length.node.has_hint())
@@ -303,6 +277,13 @@ def has_length_hint(length: int | torch.SymInt) -> bool:
 def is_exporting() -> bool:
     """Whether ``torch.export`` is tracing; the public function of torch 2.11 is true of ``torch.compile`` as well."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Lets ops run as if no tracer and no other mode saw them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def is_in_onnx_export() -> bool:

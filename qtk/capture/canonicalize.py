@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.core.needs import found_where
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
+from qtk.nn.scan import Scan
 from qtk.operators.contents import Trait, contents
 from qtk.operators.targets import MEMBERS, path_of
 from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
@@ -39,6 +41,7 @@ def canonicalize(
     *,
     place: str = "",
     train_only: TrainOnly = MappingProxyType({}),
+    scans: Sequence[Scan] = (),
 ) -> tuple[Captured, tuple[tuple[str, int], ...]]:
     """Builds the captured graph of ``original`` from its exported program.
 
@@ -51,6 +54,7 @@ def canonicalize(
         kind: class of the graph.
         place: module path of ``original`` in the whole model.
         train_only: the modules that were captured as ops.
+        scans: the recurrences that were.
 
     Returns: the graph, and the number of modules recovered of each kind.
     """
@@ -77,7 +81,7 @@ def canonicalize(
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
     drop_empty_operands(graph)
-    swaps = recover(root, graph, original, train_only)
+    swaps = recover(root, graph, original, train_only, scans)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
     found_where({Trait.WRITES}, contents(graph.nodes), lambda: part_from_buffers(graph), None)
     graph.eliminate_dead_code()

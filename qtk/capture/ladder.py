@@ -30,6 +30,7 @@ from qtk.capture.packed import build_packed
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph
 from qtk.capture.recurrent_tracing import takes_packed
+from qtk.capture.scans import scans_as_ops
 from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.untouched import untouched
@@ -178,10 +179,11 @@ def _on_rung(
         if rung == BUILT:
             graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
         else:
-            with as_ops(model, train_only):
+            with as_ops(model, train_only), scans_as_ops(model, call) as scans:
                 captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,),
                                    owns_inputs=around.owns_inputs, unfree=unfree)
-            graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only)
+            graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only,
+                                        scans=scans)
             report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
             source = Call(*distinct((captured.args, captured.kwargs)), None)
             sizes, names = replace(sizes, asked=captured.asked), captured.names

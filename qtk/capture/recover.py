@@ -12,19 +12,21 @@ from torch import Tensor, fx, nn
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import Holder, free_name, holder, keep_type
 from qtk.capture.recurrent_tracing import PAD
+from qtk.capture.scans import SCAN
 from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.scan import Scan
 from qtk.nn.train_only import train_only
 from qtk.operators.targets import attribute, module_calls, path_of
 from qtk.torch_private import BatchNormBase, DropoutBase
 
 
 def recover(
-    root: nn.Module, graph: fx.Graph, original: nn.Module, acting: TrainOnly
+    root: nn.Module, graph: fx.Graph, original: nn.Module, acting: TrainOnly, scans: Sequence[Scan] = ()
 ) -> tuple[tuple[str, int], ...]:
     """Replaces every marker op, recurrent op and attention op in ``graph`` by the call of a module in ``root``.
 
@@ -36,6 +38,7 @@ def recover(
         graph: the graph. Changed.
         original: the module that was captured.
         acting: its train-only modules.
+        scans: the recurrences in it, by the number in their marker op.
 
     Returns: how many modules were recovered, by kind.
     """
@@ -62,6 +65,9 @@ def recover(
             continue
         elif node.target is INSTANCE_NORM:
             kind, (module, arguments) = "instance_norm", _instance_norm(node)
+        elif node.target is SCAN:
+            tensors, lengths, *_, index = node.args
+            kind, module, arguments = "scan", scans[index], (*tensors, *lengths)  # type: ignore[index, misc]
         elif (composite := composite_of(node, _owner(node, original))) is not None:
             kind, module, arguments = composite.name, composite.module, composite.arguments
             if composite.single:

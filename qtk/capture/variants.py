@@ -25,11 +25,12 @@ from qtk.graph.sites import OP, OWNER, add_labels, join, label, name_sites, op_k
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.scan import Scan
 from qtk.operators.lookup import row_of
 from qtk.operators.targets import attribute, called_module, path_of
 from qtk.torch_private import DropoutBase
 
-ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm)
+ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm, Scan)
 """Modules that capture adds to those of the original."""
 
 

@@ -30,7 +30,7 @@ class PlainAttributes:
     def __init__(self, original: nn.Module) -> None:
         self._type = type(original)
         own = {name: value for name, value in vars(original).items() if not name.startswith("_")}
-        self._values = {name: value for name, value in own.items() if name != "training" and _is_data(value)}
+        self._values = {name: value for name, value in own.items() if name != "training" and is_data(value)}
         self._others = own.keys() - self._values.keys()
 
     @property
@@ -81,7 +81,7 @@ def _is_picklable(value: object) -> bool:
     return True
 
 
-def _is_data(value: object) -> bool:
+def is_data(value: object) -> bool:
     """Whether a value holds no module, tensor or function, not even in its own attributes."""
     leaves = pytree.tree_leaves(value)
     held = [item for leaf in leaves if isinstance(attributes := getattr(leaf, "__dict__", None), Mapping)

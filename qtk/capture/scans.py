@@ -1,0 +1,366 @@
+"""Shows functions of the model's code that compute a recurrence over time to tracers as one op each.
+
+Such a function loops over time steps, or over chunks of them, and a tracer unrolls the loop: the graph grows with the
+length and holds at that length alone. A function, or a method, is kept whole if
+
+1. it takes tensors, numbers and text, writes into none of them, and reads no other tensor and no module: the weights of
+   layers stay edges of the graph, and none is multiplied with in it;
+2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
+   cumulative product;
+3. each axis of its results is as long as one of its arguments, or always the same.
+
+Where such functions are is seen in a run of the model; that a call is one is tried on tensors without data, at two
+sizes, when a tracer comes by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import filterfalse
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtk.calls.calls import Call, detached
+from qtk.calls.inputs import is_free
+from qtk.capture.verify_prepared import eval_outcome
+from qtk.errors import OUT_OF_MEMORY
+from qtk.graph.plain_attributes import is_data
+from qtk.nn.scan import Scan
+from qtk.operators.op_table import is_product
+from qtk.operators.schema import aten_name
+from qtk.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    branches,
+    is_exporting,
+    length_when,
+    pytree,
+    version_of,
+    without_modes,
+)
+
+DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", "expm1")
+"""Ops that add up what came before, that multiply it, and that make a factor of a sum."""
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
+"""Types of the arguments that a function may have beside tensors."""
+
+OTHERS = sys.stdlib_module_names | {"torch", "qtk"}
+"""Packages with code that is not the model's."""
+
+CALL = nn.Module._call_impl.__code__
+"""The code between the forward of a module and what calls the module."""
+
+torch.library.define(
+    "qtk::captured_scan",
+    "(Tensor[] tensors, SymInt[] lengths, SymInt[] sizes, int[] ranks, str dtypes, int index) -> Tensor[]",
+)
+
+
+@torch.library.impl("qtk::captured_scan", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_scan")  # type: ignore[untyped-decorator]
+def _scan(
+    tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], ranks: Sequence[int], dtypes: str,
+    index: int,
+) -> list[Tensor]:
+    left = iter(sizes)
+    return [tensors[0].new_empty([next(left) for _ in range(rank)], dtype=getattr(torch, dtype))
+            for rank, dtype in zip(ranks, dtypes.split(), strict=True)]
+
+
+SCAN = torch.ops.qtk.captured_scan.default
+
+
+@contextlib.contextmanager
+def scans_as_ops(model: nn.Module, call: Call) -> Iterator[list[Scan]]:
+    """While the body traces ``model``, its recurrences over time call a marker op with their number in what is yielded.
+
+    Args:
+        model: the module, in eval mode. Its code is exchanged in the body.
+        call: arguments that it runs with.
+    """
+    scans: list[Scan] = []
+    with contextlib.ExitStack() as stack:
+        for function in _with_loops(model, call):
+            stack.callback(setattr, function, "__code__", function.__code__)
+            plain = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+            plain.__kwdefaults__ = function.__kwdefaults__
+            function.__code__ = _code_that_calls(_Caller(function, plain, scans))
+        yield scans
+
+
+def _code_that_calls(caller: _Caller) -> CodeType:
+    """The code of a function that passes its arguments to ``caller``; users have imported the function itself."""
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        caller: Any = "caller"
+        return caller(*args, **kwargs)
+
+    code = redirected.__code__
+    constants: Any = tuple(caller if constant == "caller" else constant for constant in code.co_consts)
+    return code.replace(co_consts=constants)
+
+
+class _Trial(NamedTuple):
+    """What a function does with tensors of some size.
+
+    Args:
+        structure: of its result.
+        leaves: the leaves of the result.
+        num_ops: the number of ATen ops.
+        decays: whether it computes a decay in closed form.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: list[object]
+    num_ops: int
+    decays: bool
+
+
+class _Caller:
+    """Calls a function, or the marker op in its place if a tracer passes it what makes it a recurrence."""
+
+    def __init__(self, function: FunctionType, plain: FunctionType, scans: list[Scan]) -> None:
+        self._function, self._plain, self._scans = function, plain, scans
+        self._trials: dict[str, _Trial] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting():
+            own = args[:1] if args and isinstance(args[0], nn.Module) else ()
+            leaves, structure = pytree.tree_flatten(((*map(_without_members, own), *args[len(own):]), kwargs))
+            try:
+                result = self._kept(leaves, structure) if _is_builtin(structure) else None
+            except OUT_OF_MEMORY:
+                raise
+            except Exception:  # whatever the function raises on tensors without data, or without its module
+                result = None
+            if result is not None:
+                return result[0]
+        return self._plain(*args, **kwargs)
+
+    def _kept(self, leaves: list[object], structure: pytree.TreeSpec) -> tuple[object] | None:
+        """The result of the marker op in a tuple; ``None`` if the function is no recurrence."""
+        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        lengths = {index: leaf for index, leaf in enumerate(leaves) if is_free(leaf)}
+        others = [leaf for index, leaf in enumerate(leaves) if index not in tensors | lengths]
+        if not tensors or not all(_is_plain(each) or isinstance(each, nn.Module) for each in others):
+            return None
+        sizes: list[Any] = [*(size for tensor in tensors.values() for size in tensor.shape), *lengths.values()]
+        symbols = sorted({str(symbol) for size in sizes if is_free(size) for symbol in size.node.expr.free_symbols})
+        factors: dict[str, int] = {symbol: factor for factor, symbol in enumerate(symbols, 2)}
+
+        def tried(by: Mapping[str, int], doubled: int | None = None) -> _Trial:
+            resized = [_resized(leaf, by, doubled) for leaf in leaves]
+            key = f"{structure} {resized}"  # each layer and each attempt of a capture asks anew
+            if key not in self._trials or others != [*filter(_is_plain, others)]:
+                self._trials[key] = self._tried(structure, resized)
+            return self._trials[key]
+
+        first, longer = tried({}), tried(factors)
+        if not first.decays and longer.num_ops <= first.num_ops and not any(
+            _adds_ops(first, partial(tried, {}, size)) for size in sorted({*map(int, filterfalse(is_free, sizes))})
+        ):
+            return None
+        found = _sizes_of_results(first, longer, {
+            (length_when(size, {}), length_when(size, factors)): size for size in reversed(sizes)
+        })
+        if found is None:
+            return None
+        made = [leaf for leaf in first.leaves if isinstance(leaf, Tensor)]
+        self._scans.append(Scan(self._function, structure, leaves, (*tensors, *lengths)))
+        outputs = iter(SCAN(
+            [*tensors.values()], [*lengths.values()], found, [each.ndim for each in made],
+            " ".join(str(each.dtype).removeprefix("torch.") for each in made), len(self._scans) - 1,
+        ))
+        results = [next(outputs) if isinstance(leaf, Tensor) else None for leaf in first.leaves]
+        return (pytree.tree_unflatten(results, first.structure),)
+
+    def _tried(self, structure: pytree.TreeSpec, leaves: list[object]) -> _Trial:
+        """Runs the function on tensors without data, of the sizes in ``leaves``. Raises: ValueError if it writes into one.
+        """
+        with without_modes(), torch.no_grad(), FakeTensorMode():
+            given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
+                     for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(given, structure)
+            with _Ops() as ops:
+                result, of = pytree.tree_flatten(self._plain(*args, **kwargs))
+        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given):
+            raise ValueError("it writes into an argument")
+        return _Trial(of, result, ops.count, ops.decays)
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, PLAIN)
+
+
+class _Empty(NamedTuple):
+    """A tensor without data."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object:
+    """A tensor, or a length, of other sizes: free ones multiplied ``by`` factors, those of one length ``doubled``."""
+
+    def resized(size: Any) -> int:
+        return 2 * size if not is_free(size) and size == doubled else length_when(size, by)
+
+    if isinstance(leaf, Tensor):
+        return _Empty([resized(size) for size in leaf.shape], leaf.dtype, leaf.device)
+    return resized(leaf) if isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool) else leaf
+
+
+def _adds_ops(first: _Trial, trial: Callable[[], _Trial]) -> bool:
+    """Whether a function runs more ops in another trial; ``False`` if it does not run."""
+    try:
+        return trial().num_ops > first.num_ops
+    except Exception:  # as axes that must be as long as before
+        return False
+
+
+def _sizes_of_results(first: _Trial, longer: _Trial, known: Mapping[tuple[int, int], Any]) -> list[Any] | None:
+    """The sizes of all results, flat; ``None`` if one is neither constant nor a size of the arguments.
+
+    Args:
+        first: a trial.
+        longer: another, at other sizes.
+        known: the length in both trials → the size of the arguments.
+    """
+    if first.structure != longer.structure or not any(isinstance(leaf, Tensor) for leaf in first.leaves):
+        return None
+    found = []
+    for a, b in zip(first.leaves, longer.leaves, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            for pair in zip(a.shape, b.shape, strict=True):
+                if pair[0] != pair[1] and pair not in known:
+                    return None
+                found.append(known[pair] if pair in known else pair[0])
+        elif a is not None or b is not None:
+            return None
+    return found
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the ATen ops that run, and sees decays in closed form."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.decays = 0, False
+        self._sums: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        result, name = func(*args, **(kwargs or {})), (aten_name(func) or "").removesuffix("_")
+        if isinstance(result, Tensor) and result.is_floating_point():
+            summed = any(id(leaf) in self._sums for leaf in pytree.tree_leaves((args, kwargs)))
+            self.decays |= name in PRODUCTS or (summed and name in EXPONENTIALS)
+            if summed or name in DECAY_SUMS:
+                self._sums[id(result)] = result  # held, so that no other gets its id
+        return result
+
+
+def _is_builtin(structure: pytree.TreeSpec) -> bool:
+    """Whether arguments are nested in lists, tuples and dicts alone, and in no object that a call may change."""
+    return structure.is_leaf() or (structure.type in pytree.BUILTIN_TYPES
+                                   and all(map(_is_builtin, branches(structure))))
+
+
+def _without_members(module: nn.Module) -> nn.Module:
+    """A module of the same class with the plain attributes of ``module``, and none of its tensors and modules."""
+    twin = nn.Module.__new__(type(module))
+    plain = {name: value for name, value in vars(module).items() if not name.startswith("_") and is_data(value)}
+    twin.__dict__ = vars(nn.Module()) | plain
+    return twin
+
+
+def _with_loops(model: nn.Module, call: Call) -> list[FunctionType]:
+    """The functions, and methods, that may be recurrences: in which a loop runs ops, or a cumulative sum or product."""
+    frames = _Frames(model)
+    try:
+        with frames:
+            eval_outcome(model, *detached((call.args, call.kwargs)))
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # of the user's code; the trace will say it
+        return []
+    found = [_function_of(frame_code, names) for frame_code, names in frames.loops.items()
+             if frame_code not in frames.layers]
+    return [function for function in found if function is not None and not function.__closure__]
+
+
+def _function_of(code: CodeType, scopes: Sequence[Mapping[str, Any]]) -> FunctionType | None:
+    """The function, behind its decorators, that ``code`` is of; ``None`` if it has no name in one of ``scopes``."""
+    for scope in scopes:
+        function = scope.get(code.co_name)
+        while function is not None:
+            if isinstance(function, FunctionType) and function.__code__ is code:
+                return function
+            function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+    return None
+
+
+class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the codes of the functions in whose loops ops run, and of those that multiply with a parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.loops: dict[CodeType, list[Mapping[str, Any]]] = {}
+        self.layers: set[CodeType] = set()
+        self._static = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        self._last: list[tuple[FrameType, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        static = [each for each in operands if id(each) in self._static]
+        if operands and len(static) == len(operands):
+            self._static |= {id(each): each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)}
+        frames = [(frame, frame.f_lasti) for frame in _frames()]
+        for depth, ((frame, instruction), (before, last)) in enumerate(zip(frames, self._last, strict=False)):
+            if frame is not before:
+                break
+            if instruction < last:
+                self._note(frames[:depth + 1])
+        self._last = frames
+        name = (aten_name(func) or "").removesuffix("_")
+        if name in (*DECAY_SUMS, *PRODUCTS) and result.is_floating_point():
+            self._note(frames)
+        if is_product(func) and any(each.ndim > 1 for each in static):
+            self.layers |= {frame.f_code for frame, _ in frames}
+        return result
+
+    def _note(self, frames: list[tuple[FrameType, int]]) -> None:
+        """Notes the codes of frames, each with the names in which its function may be found."""
+        for frame, _ in frames:
+            if frame.f_code not in self.loops:
+                first = next(iter(frame.f_locals.values()), None) if frame.f_code.co_argcount else None
+                owner = frame.f_globals.get(getattr(frame.f_code, "co_qualname", "").rpartition(".")[0])  # 3.11
+                kinds = [*type(first).__mro__, *([owner] if isinstance(owner, type) else [])]
+                self.loops[frame.f_code] = [frame.f_globals, *map(vars, kinds)]
+
+    def __exit__(self, *error: Any) -> None:
+        self._last = []
+        super().__exit__(*error)
+
+
+def _frames() -> list[FrameType]:
+    """The frames of the model's code around an op, from the forward of the innermost module on; none outside of one."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not CALL:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OTHERS:
+            frames.append(frame)
+        frame = frame.f_back
+    return [] if frame is None else frames[::-1]

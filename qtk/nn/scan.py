@@ -1,0 +1,61 @@
+"""A function of the original's code that a prepared model calls whole, in float: a recurrence over time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from qtk.torch_private import pytree
+
+
+class Scan(nn.Module):
+    """Calls a function as the original's code did when it was captured, with other tensors.
+
+    >>> import torch
+    >>> structure = pytree.tree_structure(((torch.ones(2), 3.0), {}))
+    >>> Scan(torch.add, structure, [None, 3.0], values=[0])(torch.zeros(1))
+    (tensor([3.]),)
+
+    Args:
+        function: a function of some module of Python; a decorator may have replaced it there.
+        structure: the structure of its arguments ``(args, kwargs)``.
+        leaves: the leaves of these: numbers and text; what stands at ``values`` is not read.
+        values: the positions in ``leaves`` of tensors, and then of lengths, in the order in which they are passed.
+    """
+
+    def __init__(
+        self, function: Callable[..., object], structure: pytree.TreeSpec, leaves: Sequence[object],
+        values: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.function, self._structure = function, structure
+        self._leaves = [None if index in values else leaf for index, leaf in enumerate(leaves)]
+        self._values = tuple(values)
+
+    def forward(self, *values: Tensor | int) -> tuple[Tensor, ...]:
+        """The tensors that the function returns, in order. Args: values: tensors, then lengths."""
+        leaves: list[object] = list(self._leaves)
+        for index, value in zip(self._values, values, strict=True):
+            leaves[index] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        result = self.function(*args, **kwargs)
+        return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+
+    def extra_repr(self) -> str:
+        """The function, and its arguments that are no tensors."""
+        named = f"{self.function.__module__}.{self.function.__qualname__}"
+        others = [leaf for index, leaf in enumerate(self._leaves) if index not in self._values]
+        return ", ".join([named, *(type(each).__name__ if isinstance(each, nn.Module) else repr(each) for each in others)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The name of the function in its place, for what a decorator has replaced cannot be pickled."""
+        return {**self.__dict__, "function": (self.function.__module__, self.function.__qualname__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module, name = state["function"]
+        super().__setstate__({**state, "function": inspect.unwrap(attrgetter(name)(import_module(module)))})
