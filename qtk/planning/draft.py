@@ -78,8 +78,8 @@ class Draft:
     does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
     supergroup. ``requests``: what decisions that follow a rule ask for. ``contents``: what passes may need (``Fact``,
     ``qtk.operators.contents``). ``absolute``: values whose
-    absolute error counts, however wide their range. ``caches``: for each keys or values of an attention the edge at
-    which it reads them, and the sites that round them. ``cached``: the merges of these.
+    absolute error counts, however wide their range. ``caches``: for the keys, and the values, of each
+    attention a name, which is the same in all graphs, and the sites that round them. ``cached``: the merges of these.
 
     Args:
         graph: the graph.

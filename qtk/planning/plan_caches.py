@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.attention import Operand, attentions
 from qtk.graph.flow import Flow, is_result, reads_shape_only
-from qtk.graph.sites import Port, edge_site, exclusion, value_site
+from qtk.graph.sites import OWNER, Port, edge_site, exclusion, label, value_site
 from qtk.graph.written_buffers import is_input
 from qtk.operators.op_row import Role
 from qtk.planning.decision import Decision
@@ -67,12 +68,16 @@ def plan_caches(draft: Draft) -> None:
     setting = draft.rules.config.kv_cache
     if setting is None or draft.io is None:
         return
-    reads = [operand for each in attentions(draft.graph, draft.flow) for operand in (each.keys, each.values)]
-    parts = [list(_parts(draft.flow, operand)) for operand in reads]
+    reads = [(name, operand) for each in attentions(draft.graph, draft.flow)
+             for name, operand in (("keys", each.keys), ("values", each.values))]
+    parts = [list(_parts(draft.flow, operand)) for _, operand in reads]
     ports = {(port.user, port.index) for part in parts for port, _ in part}
-    for operand, part in zip(reads, parts, strict=True):
+    counts = Counter[Site]()
+    for (name, operand), part in zip(reads, parts, strict=True):
+        cache = Site(label(operand.port.user, OWNER) or "", "", name)
+        counts[cache] += 1  # of several attentions in a module
         sites = [_plan(draft, setting, port, way, ports) for port, way in part]
-        draft.caches.append([edge_site(operand.port), *(site for site in sites if site is not None)])
+        draft.caches.append([replace(cache, op=str(counts[cache])), *(site for site in sites if site is not None)])
 
 
 def share_caches(drafts: Sequence[Draft], sites: Mapping[Site, SitePlan]) -> dict[Site, SitePlan]:
@@ -128,11 +133,10 @@ def _axis_before(flow: Flow, moved: fx.Node, source: fx.Node, axis: int | None) 
 
 
 def _holds_a_cache(flow: Flow, node: fx.Node) -> bool:
-    """Whether an op merges what a model takes, or an empty first cache, with new keys or values."""
+    """Whether an op merges what a model takes with new keys or values."""
     row = flow.row(node)
-    if row is None or row.role is not Role.MERGE:
-        return False
-    return any(is_input(flow.root(port.value)) or is_empty(port.value) for port in flow.data_ports(node))
+    return row is not None and row.role is Role.MERGE and any(
+        is_input(flow.root(port.value)) for port in flow.data_ports(node))
 
 
 def _plan(
