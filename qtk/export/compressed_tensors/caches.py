@@ -5,7 +5,6 @@ A server takes a missing scale for 1.0, without a word: what has no name, or no 
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor, fx, nn
 from qtk.core.dtypes import FloatDtype
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, cache_arguments
-from qtk.export.compressed_tensors.library import library
+from qtk.export.compressed_tensors.library import has_rounded_cache, library
 from qtk.export.compressed_tensors.original import Original
 from qtk.graph.attention import attentions, cache_quantizers
 from qtk.graph.flow import Flow
@@ -27,8 +26,8 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 
 NAMES = KEYS, VALUES = "k_scale", "v_scale"
 
-PAST = ("past_key_values", "past_key_value")
-"""Arguments of the attentions of transformers that have a cache."""
+LAYER = "layer_idx"
+"""Attribute of the attentions of transformers that have a cache: which of its layers is theirs."""
 
 
 def caches_of(model: nn.Module) -> dict[str, list[Quantizer]]:
@@ -67,7 +66,7 @@ def scales_of(
     arguments: dict[str, dict[str, object]] = {}
     scales: dict[str, Tensor] = {}
     for name, quantizers in caches.items():
-        if original is not None and not _has_cache(original, name):
+        if not _has_cache(original, name):
             continue
         first = _one(name, quantizers)
         try:
@@ -77,6 +76,9 @@ def scales_of(
         assert first.encoding is not None
         scale = first.encoding.scale.cpu().to(dtype).flatten()
         scales[name] = scale if scale.numel() == 1 else scale.reshape(-1, 1, 1)
+    if caches and not scales:
+        raise ExportError("no attention of this model has a cache, so that servers have no names for the scales of its "
+                          "keys and values; take kv_cache out of the config")
     if not scales:
         return None, {}
     first_name, *others = arguments
@@ -99,7 +101,7 @@ def warn_of_caches(
         scales: as they are stored.
     """
     quantizers = {name: own[0] for name, own in caches.items() if own}
-    without = [name for name in quantizers if original is not None and not _has_cache(original, name)]
+    without = [name for name in quantizers if not _has_cache(original, name)]
     if without:
         warnings.warn(f"{without[0]} and {len(without) - 1} more are of attention that has no cache, which servers do "
                       "not round; the file has no scales for it", stacklevel=3)
@@ -110,8 +112,11 @@ def warn_of_caches(
                       "qtk.round_scales(sim) before the export rounds those of the simulation", stacklevel=3)
     if any(not isinstance(each.spec.dtype, FloatDtype) for each in own):
         warnings.warn("vLLM, SGLang and TensorRT-LLM hold caches in fp8_e4m3 and may take the scales of int8 codes for "
-                      "such; this file is for transformers: write kv_cache: {dtype: fp8_e4m3} for servers",
-                      stacklevel=3)
+                      "such; write kv_cache: {dtype: fp8_e4m3} for them", stacklevel=3)
+    if original is not None and not all(has_rounded_cache(original.module.get_submodule(name.rpartition(".")[0]))
+                                        for name in quantizers if name not in without):
+        warnings.warn("transformers, as installed here, loads this folder with keys and values in float; servers round "
+                      "them", stacklevel=3)
 
 
 def _one(name: str, quantizers: Sequence[Quantizer]) -> Quantizer:
@@ -132,7 +137,7 @@ def _one(name: str, quantizers: Sequence[Quantizer]) -> Quantizer:
     return quantizers[0]
 
 
-def _has_cache(original: Original, name: str) -> bool:
-    """Whether the module that a scale is of takes a cache, as those of transformers do."""
-    parameters = inspect.signature(original.module.get_submodule(name.rpartition(".")[0]).forward).parameters
-    return any(name in parameters for name in PAST)
+def _has_cache(original: Original | None, name: str) -> bool:
+    """Whether the module that a scale is of has a layer of a cache; in models of others than transformers, each."""
+    path = name.rpartition(".")[0]
+    return original is None or not path or getattr(original.module.get_submodule(path), LAYER, None) is not None
