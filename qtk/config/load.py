@@ -87,7 +87,7 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
     """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both.
 
-    The runtime is that of ``extension``, if it names one.
+    Runtime and ``kv_cache`` are those of ``extension``, if it names them.
     """
     defaults = {}
     for name in extension.defaults.model_fields_set:
@@ -105,6 +105,7 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
         exclude=tuple(dict.fromkeys((*base.exclude, *extension.exclude))),
         runtime=extension.runtime or base.runtime,
+        kv_cache=extension.kv_cache or base.kv_cache,
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),
     )
 

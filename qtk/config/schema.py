@@ -126,6 +126,21 @@ class Io(Frozen):
     outputs: Literal["quantized", "float"] = "quantized"
 
 
+class KvCache(Frozen):
+    """How the keys and values of every attention are quantized, as a cache holds them, whatever rules say of activations.
+
+    Keys are those behind the rotary embedding. Codes are symmetric.
+
+    Args:
+        dtype: the number format.
+        granularity: ``per_tensor``: a scale for the keys of a layer, and one for its values; ``per_head``: one for each
+            of their heads; ``per_token``: dynamic, one for each token and head.
+    """
+
+    dtype: Literal["int8", "fp8_e4m3"]
+    granularity: Literal["per_tensor", "per_head", "per_token"] = "per_tensor"
+
+
 def _of_bounded_size(value: object) -> object:
     """Counts the names in patterns before they are validated. Raises: ValueError above ``MOST_NAMES``."""
     names = 0
@@ -174,6 +189,7 @@ class QuantConfig(Frozen):
         supergroups: chains of op kinds that the target fuses, with one quantizer after the last. In a file an element
             may be a list of alternatives: ``[conv, [relu, relu6]]``.
         io: whether model inputs and outputs are quantized.
+        kv_cache: how keys and values are quantized; left out, as other activations.
         exclude: globs over module paths: all of these modules stays in float, and so does what they read. The same as
             ``modules_to_exclude`` of ``prepare_model``; one that matches no module that runs an op is an error.
         runtime: the runtime that exported files are for, with the rules that ``qtk targets --check`` checks.
@@ -189,6 +205,7 @@ class QuantConfig(Frozen):
     rules: tuple[Rule, ...] = ()
     supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_of_bounded_size)] = ()
     io: Io = Io()
+    kv_cache: KvCache | None = None
     exclude: Names = ()
     runtime: Runtime | None = None
 

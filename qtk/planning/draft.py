@@ -79,7 +79,8 @@ class Draft:
     does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
     supergroup. ``requests``: what decisions that follow a rule ask for. ``contents``: what passes may need (``Fact``,
     ``qtk.operators.contents``). ``absolute``: values whose
-    absolute error counts, however wide their range.
+    absolute error counts, however wide their range. ``caches``: for the keys, and the values, of each
+    attention a name, which is the same in all graphs, and the sites that round them. ``cached``: the merges of these.
 
     Args:
         graph: the graph.
@@ -141,6 +142,8 @@ class Draft:
         self.split: dict[fx.Node, str] = {}
         self.misfits: list[str] = []
         self.requests: list[Request] = []
+        self.caches: list[list[Site]] = []
+        self.cached: set[fx.Node] = set()
 
     def decisions(self, op: fx.Node) -> OpDecisions:
         """The settings for an op or graph input; an op of a formula is matched as the op that the formula computes."""

@@ -37,6 +37,8 @@ The rules, numbered as the code cites them:
     about what they alone compute.
 19. What only sines, floors, remainders and casts to integers read, directly or behind sums and products, stays in
     float: its absolute error counts, and a step of its range may be a turn.
+20. Keys and values of attention are quantized as ``kv_cache`` says, whatever rules say, where they have heads and are
+    not repeated yet; a cache that is merged with new ones, in whichever graph, has one encoding with them.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from qtk.operators.op_table import OP_NAMES, PYTHON
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
+from qtk.planning.plan_caches import plan_caches, share_caches
 from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
@@ -103,8 +106,8 @@ def plan(
         gone: the values that transforms removed from the model, each with the reason.
 
     Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
-        ConfigError if a width contradicts the config, if a rule has no effect, or if nothing would be quantized though
-        the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
+        ConfigError if a width contradicts the config, if a rule, or ``kv_cache``, has no effect, or if nothing would be
+        quantized though the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
         excluded, or an op with weights reads complex or sparse tensors.
     """
     refuse_unreached(model, config.exclude)
@@ -142,6 +145,8 @@ def plan(
         decided = {*sites, *unquantized}
         sites |= {site: plan for site, plan in planned.items() if site not in decided}
         unquantized |= {site: reason for site, reason in left_out.items() if site not in decided}
+    if config.kv_cache is not None:
+        sites = share_caches(drafts, sites)
     unquantized |= _follows_nothing(sites)
     sites = {site: plan for site, plan in sites.items() if site not in unquantized}
     unquantized |= {Site.parameter(name): reason for name, reason in parameters_outside(model).items()}
@@ -206,6 +211,7 @@ PASSES = (
     Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
     Pass(plan_values),
     Pass(plan_parameters),
+    Pass(plan_caches, frozenset({Fact.KV_CACHE})),
     Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
     Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
     Pass(plan_biases, frozenset({Fact.INT32_BIASES})),

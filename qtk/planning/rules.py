@@ -33,6 +33,7 @@ class Fact(enum.Enum):
     SET_INPUTS = "a rule sets inputs of ops"
     REQUIRED_RULES = "rules that are not optional"
     INT32_BIASES = "a setting of biases"
+    KV_CACHE = "a setting of keys and values"
     STREAMS = "a rule with ``feeds`` that names what the graph has"
     EXCLUSIONS = "excluded modules"
     NESTED = "the graph is inside a composite"
@@ -134,6 +135,7 @@ class Rules:
         asks = {
             Fact.SET_INPUTS: any(rule.input is not None for rule in self.config.rules),
             Fact.REQUIRED_RULES: any(not rule.optional for rule in self.config.rules),
+            Fact.KV_CACHE: self.config.kv_cache is not None,
             Fact.INT32_BIASES: self.bias.enabled or any(rule.bias is not None for rule in self.config.rules),
         }
         return frozenset(fact for fact, is_asked in asks.items() if is_asked)

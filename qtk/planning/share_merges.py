@@ -21,14 +21,15 @@ WITH_KERNELS = ("concat", "stack")
 def share_merges(draft: Draft) -> None:
     """Lets the values that a quantized merge reads share the encoding of its output.
 
-    Requires: values and parameters are decided.
+    Requires: values and parameters are decided, and caches, whose merges stay as they are.
     Ensures: a merge that is better left in float is in ``floats``; every quantized input of another has the encoding of
     its output, at its producer if nothing else reads it, else on its edge; chains of merges have one leader, the last.
     Dynamically quantized values share nothing.
     """
     for node in reversed(draft.graph.nodes):
         row = draft.flow.row(node)
-        if row is not None and _merges(row) and draft.flow.carried(node) is None and node in draft.values:
+        is_open = node in draft.values and node not in draft.cached
+        if row is not None and _merges(row) and draft.flow.carried(node) is None and is_open:
             reason = None if draft.values[node].spec.dynamic else _stays_float(draft, node, row)
             if reason is not None:
                 del draft.values[node]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import WHOLE, PerTensor, PerToken
+from qtk.core.granularity import WHOLE, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.numerics.matrix_axes import MatrixAxes
 from qtk.numerics.scale_formats import tensor_scale_of
@@ -77,6 +77,21 @@ def input_arguments(spec: QuantSpec) -> dict[str, object]:
         case PerToken():
             return {**arguments, "strategy": "token"}
     raise Unsuited(f"is an activation with scales {spec.granularity}; servers have per_tensor and per_token")
+
+
+def cache_arguments(spec: QuantSpec) -> dict[str, object]:
+    """How keys and values are quantized in a cache: one scale, or one for each head.
+
+    Raises: Unsuited if a checkpoint has no such scales.
+    """
+    if spec.dynamic:
+        raise Unsuited("has a scale for each token, computed at run time, of which a checkpoint has none; write "
+                       "kv_cache with granularity: per_tensor or per_head, or export another format")
+    if not spec.symmetric or spec.dtype.bits != FP8.bits:
+        raise Unsuited(f"has {spec.dtype} codes{'' if spec.symmetric else ' with zero points'}; caches of servers are "
+                       "symmetric, fp8_e4m3 or int8")
+    strategy = "attn_head" if isinstance(spec.granularity, PerChannel) else "tensor"
+    return {**_number_format(spec), "symmetric": True, "dynamic": False, "strategy": strategy}
 
 
 def _number_format(spec: QuantSpec) -> dict[str, object]:

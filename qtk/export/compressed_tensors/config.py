@@ -25,7 +25,8 @@ EXPERTS, NUMBER = ".experts.", r"\d+"
 
 
 def write(
-    layers: Sequence[StoredLayer], in_float: Iterable[str], original: Original | None, dtype: torch.dtype, folder: Path
+    layers: Sequence[StoredLayer], in_float: Iterable[str], original: Original | None, dtype: torch.dtype, folder: Path,
+    cache: object | None = None,
 ) -> None:
     """Writes the configs of a checkpoint.
 
@@ -35,15 +36,18 @@ def write(
         original: the model's class; ``None``: it is not one of transformers.
         dtype: of the model.
         folder: where to.
+        cache: the library's arguments of keys and values; ``None``: they are float.
     """
     own = {} if original is None else {**original.config(), "dtype": str(dtype).removeprefix("torch.")}
-    merged = {**own, "quantization_config": quantization_config(layers, in_float)}
+    merged = {**own, "quantization_config": quantization_config(layers, in_float, cache)}
     (folder / CONFIG_FILE).write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     if original is not None and hasattr(original.generation_config, "save_pretrained"):
         original.generation_config.save_pretrained(folder)
 
 
-def quantization_config(layers: Sequence[StoredLayer], in_float: Iterable[str]) -> dict[str, object]:
+def quantization_config(
+    layers: Sequence[StoredLayer], in_float: Iterable[str], cache: object | None = None
+) -> dict[str, object]:
     """One group of layers for each scheme; the one with most layers is that of all ``Linear`` that are not ignored."""
     groups: dict[str, list[StoredLayer]] = {}
     for layer in layers:
@@ -55,11 +59,11 @@ def quantization_config(layers: Sequence[StoredLayer], in_float: Iterable[str]) 
         "targets": [LINEAR] if index == 0 and not members[0].is_transposed else _targets(own, every)
     }) for index, (members, own) in enumerate(zip(ordered, paths, strict=True))}
     formats = {scheme.format for scheme in schemes.values()}
-    stored = next(iter(formats)) if len(formats) == 1 else "mixed-precision"
+    stored = next(iter(formats), "dense") if len(formats) < 2 else "mixed-precision"
     quantization = library().quantization
     config: dict[str, object] = quantization.QuantizationConfig(
         config_groups=schemes, format=getattr(stored, "value", stored), ignore=_targets(ignored, every),
-        quantization_status=quantization.QuantizationStatus.COMPRESSED,
+        kv_cache_scheme=cache, quantization_status=quantization.QuantizationStatus.COMPRESSED,
     ).model_dump(mode="json")
     if any(_is_dequantized(layer) for layer in layers):
         config["dequantize"] = True
@@ -110,12 +114,12 @@ def is_target(target: str, path: str) -> bool:
     return target == path or (target.startswith(PATTERN) and bool(re.match(target.removeprefix(PATTERN), path)))
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Group name → scheme of a checkpoint's ``quantization_config``.
+def read(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Group name → scheme of a checkpoint's ``quantization_config``, and the arguments of its cache, or ``None``.
 
     Raises: OSError, LookupError or ValueError if there is none.
     """
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["quantization_config"]
     config = {key: value for key, value in config.items() if key not in ("dequantize", "version")}
-    found: dict[str, Any] = library().quantization.QuantizationConfig(**config).config_groups
-    return found
+    found = library().quantization.QuantizationConfig(**config)
+    return found.config_groups, found.kv_cache_scheme

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
 from qtk.export.compressed_tensors.arguments import scale_matrices, signed_shift
+from qtk.export.compressed_tensors.caches import NAMES, scales_of, warn_of_caches
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
@@ -80,12 +81,20 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> N
     tensors = tensors if original is None else original.stored(tensors)
     for layer in stored:
         tensors |= {f"{layer.path}.{end}".lstrip("."): tensor for end, tensor in layer.tensors.items()}
+    dtype = _dtype(layers, model)
+    cache, scales = scales_of(layers.caches, original, dtype)
     warn_of_files(layers)
-    checkpoint.write(tensors, folder)
-    dtype = next(iter(layers.quantized.values())).weight.dtype
-    config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder)
+    warn_of_caches(layers.caches, original, scales)
+    checkpoint.write(tensors | scales, folder)
+    config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder, cache)
     if callable(save_tokenizer):
         save_tokenizer(str(folder))
+
+
+def _dtype(layers: Layers, model: nn.Module) -> torch.dtype:
+    """Of the model: that of its quantized layers, else of its first parameter."""
+    weights = (layer.weight for layer in layers.quantized.values())
+    return next((each.dtype for each in (*weights, *model.parameters()) if each.is_floating_point()), torch.float32)
 
 
 def read(folder: Path) -> dict[str, ReadLayer]:
@@ -94,7 +103,7 @@ def read(folder: Path) -> dict[str, ReadLayer]:
     Raises: ExportError if a file is missing or malformed.
     """
     try:
-        tensors, schemes = checkpoint.read(folder), config.read(folder)
+        tensors, (schemes, _) = checkpoint.read(folder), config.read(folder)
         by_path: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             path, _, end = name.rpartition(".")
@@ -102,6 +111,18 @@ def read(folder: Path) -> dict[str, ReadLayer]:
         return {path: _read(own, _scheme(path, list(schemes.values()))) for path, own in by_path.items()
                 if "weight_scale" in own}
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
+
+
+def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The arguments of the cache of a checkpoint, ``None`` if it is float, and its scales by name.
+
+    Raises: ExportError if a file is missing or malformed.
+    """
+    try:
+        return config.read(folder)[1], {name: tensor for name, tensor in checkpoint.read(folder).items()
+                                        if name.rpartition(".")[2] in NAMES}
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
 
 
@@ -113,8 +134,8 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
 
     Raises: ExportError naming the layer of the first difference.
     """
-    found, original = read(folder), Original.of(model)
-    expected = {path: numbers for layer in layers_of(model).quantized.values()
+    found, original, layers = read(folder), Original.of(model), layers_of(model)
+    expected = {path: numbers for layer in layers.quantized.values()
                 for path, numbers in _simulated(layer, original).items()}
     if found.keys() != expected.keys():
         raise ExportError(f"{sorted(found.keys() ^ expected.keys())[0]} is in one of file and simulation alone")
@@ -125,6 +146,13 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
                               f"{_arguments(expected[path].scheme)}")
         if not _equal(layer, expected[path]):
             raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
+    (cache, scales), (own, own_scales) = read_caches(folder), scales_of(layers.caches, original, _dtype(layers, model))
+    if cache != own or scales.keys() != own_scales.keys():
+        raise ExportError(f"the config has the cache {cache} with {len(scales)} scales, the simulation {own} with "
+                          f"{len(own_scales)}")
+    for name, scale in scales.items():
+        if not torch.equal(scale, own_scales[name]):
+            raise ExportError(f"{name} is not that of the simulation")
 
 
 def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:

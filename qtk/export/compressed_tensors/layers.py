@@ -16,6 +16,7 @@ from qtk.core.overlaps import joined
 from qtk.core.spec import ScaleFormat
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, global_scale, input_arguments, weight_arguments
+from qtk.export.compressed_tensors.caches import caches_of
 from qtk.graph.float_root import float_root
 from qtk.graph.flow import Flow, is_result
 from qtk.graph.graphs import graphs
@@ -64,10 +65,14 @@ class QuantizedLayer:
 
 @dataclass(slots=True)
 class Layers:
-    """The layers of a model: the quantized ones by name, and the names of the weights of products in float."""
+    """The layers of a model: the quantized ones by name, and the names of the weights of products in float.
+
+    ``caches``: see ``caches_of``.
+    """
 
     quantized: dict[str, QuantizedLayer] = field(default_factory=dict)
     in_float: dict[str, None] = field(default_factory=dict)
+    caches: dict[str, list[Quantizer]] = field(default_factory=dict)
 
     def siblings(self) -> list[list[QuantizedLayer]]:
         """The layers by what they read; servers fuse those that read the same value."""
@@ -92,14 +97,15 @@ class Layers:
 
 def layers_of(model: nn.Module) -> Layers:
     """Raises: ExportError naming the sites that the format cannot hold, or if no layer is quantized."""
-    found, findings = Layers(), dict[str, str]()
+    found, findings = Layers(caches=caches_of(model)), dict[str, str]()
+    cached = {quantizer for quantizers in found.caches.values() for quantizer in quantizers}
     names = {memory_of(tensor): name for name, tensor in reversed(model.state_dict().items())
              if tensor.numel() and QUANTIZERS not in name.split(".")}
     readers = parameter_readers(model)
     for graph in graphs(model).values():
         flow = Flow(graph.graph)
         for node, quantizer in quantizer_nodes(graph).items():
-            if quantizer.mode is not Mode.SIMULATE or not node.users:
+            if quantizer.mode is not Mode.SIMULATE or not node.users or quantizer in cached:
                 continue
             site = str(label(node, SITE))
             try:
@@ -124,7 +130,7 @@ def layers_of(model: nn.Module) -> Layers:
             "compressed-tensors files hold weights of linear layers, and how the inputs of these are quantized; the "
             "targets vllm_w4a16, vllm_w8a8, vllm_fp8 and vllm_nvfp4 quantize such alone. Leave these in float (rules "
             "with weight: float or output: float), or export formats=('onnx',):", *listed]))
-    if not found.quantized:
+    if not found.quantized and not cached:
         raise ExportError("no weight of a linear layer is quantized; export formats=('onnx',)")
     return found
 

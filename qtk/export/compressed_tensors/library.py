@@ -44,6 +44,16 @@ def scheme_of(weights: Mapping[str, object], inputs: Mapping[str, object] | None
     return scheme
 
 
+def has_rounded_cache(module: torch.nn.Module) -> bool:
+    """Whether the library, where transformers loads a checkpoint by it, rounds keys and values of an attention."""
+    try:
+        from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+    except ImportError:  # of another version
+        return False
+    found: bool = is_cached_attention_module(module)
+    return found
+
+
 def compressed(tensors: dict[str, Tensor], scheme: Any) -> dict[str, Tensor]:
     """A layer's tensors as they are stored, from ``weight``, ``weight_scale`` and so on; local names."""
     found: dict[str, Tensor] = _compressor(scheme).compress(tensors, scheme)

@@ -32,7 +32,7 @@ def test_the_largest_group_is_all_linear_layers_and_experts_have_a_pattern(tmp_p
     assert found["quantization_status"] == "compressed"
     assert [group["format"] for group in groups] == ["pack-quantized", "int-quantized"]
     assert "dequantize" not in found
-    assert [scheme.weights.num_bits for scheme in config.read(tmp_path).values()] == [4, 8]
+    assert [scheme.weights.num_bits for scheme in config.read(tmp_path)[0].values()] == [4, 8]
 
 
 STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
