@@ -32,8 +32,8 @@ from qtk.capture.verify_prepared import eval_outcome
 from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.plain_attributes import is_data
 from qtk.nn.scan import Scan
-from qtk.operators.op_table import is_product
-from qtk.operators.schema import aten_name
+from qtk.operators.lookup import is_product
+from qtk.operators.targets import aten_name
 from qtk.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,

@@ -12,7 +12,7 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import Port, ports
 from qtk.operators.op_row import OpRow, Role
-from qtk.operators.schema import schema_arguments
+from qtk.operators.targets import schema_arguments
 from qtk.quantizers.quantizer import Quantizer
 
 FUSED, SOFTMAX, EINSUM = "attention", "softmax", "einsum"

@@ -10,7 +10,7 @@ from qtk.graph.graphs import graphs, roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import is_float
 from qtk.layerwise.weighted_layers import WeightedLayer
-from qtk.operators.op_table import op_name, row_of
+from qtk.operators.lookup import op_name, row_of
 from qtk.operators.targets import attribute
 from qtk.torch_private import has_length_hint
 

@@ -9,8 +9,7 @@ from torch import Tensor, fx
 from qtk.graph.flow import Flow, ancestors
 from qtk.graph.insert import quantizer_called
 from qtk.moments.stack_use import NotALayer, StackUse, moves_between
-from qtk.operators.schema import aten_name
-from qtk.operators.targets import attribute
+from qtk.operators.targets import aten_name, attribute
 
 
 def stack_bias(graph: fx.GraphModule, flow: Flow, use: StackUse) -> tuple[Tensor | None, tuple[fx.Node, ...]]:
