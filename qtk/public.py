@@ -1,6 +1,7 @@
 """The edge of the package: public functions check their arguments, and nothing raw leaves qtk's own code.
 
-Arguments are compared with the annotations of the function, without converting them: the annotation is the rule.
+Arguments are compared with the annotations of the function, without converting them: the annotation is the rule. An
+object that is ``Settled`` takes no attribute that nothing would read.
 """
 
 from __future__ import annotations

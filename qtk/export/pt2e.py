@@ -34,7 +34,7 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
-from qtk.export.file_signature import doubled, free_axes
+from qtk.export.free_axes import doubled, free_axes
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
 from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites

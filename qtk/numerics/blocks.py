@@ -6,7 +6,6 @@ A tensor of shape ``(8, 128)`` in blocks of ``(1, 32)`` is viewed as ``(8, 4, 32
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -155,13 +154,3 @@ def pieces(
         parts = [tensor.narrow(outer, start, size) for tensor in views]
         shared = not block_size or outer in split_shape(shape, block_size)[1]
         yield parts, [value if value is None or shared else value.narrow(outer, start, size) for value in aligned]
-
-
-def count_scales(shape: Sequence[int], block_size: Sequence[int]) -> int:
-    """How many scales a tensor of ``shape`` has.
-
-    >>> count_scales((8, 128), (1, 32))
-    32
-    """
-    split, inside = split_shape(shape, block_size)
-    return math.prod([length for axis, length in enumerate(split) if axis not in inside])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -94,3 +95,13 @@ def _places(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: S
     scale_index = torch.arange(scales, device=x.device).reshape(lined)
     flat_bin = scale_index * bins + slot.where(is_counted, 0.0).long()
     return torch.where(is_counted, flat_bin, scales * bins).reshape(-1)
+
+
+def count_scales(shape: Sequence[int], block_size: Sequence[int]) -> int:
+    """How many scales a tensor of ``shape`` has.
+
+    >>> count_scales((8, 128), (1, 32))
+    32
+    """
+    split, inside = split_shape(shape, block_size)
+    return math.prod([length for axis, length in enumerate(split) if axis not in inside])

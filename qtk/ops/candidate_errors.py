@@ -13,7 +13,7 @@ from torch import Tensor
 from qtk.core.granularity import WHOLE
 from qtk.errors import SpecError
 from qtk.numerics import candidate_errors as reference
-from qtk.numerics.blocks import count_scales
+from qtk.numerics.statistics import count_scales
 from qtk.ops.registration import Kernel, register
 
 

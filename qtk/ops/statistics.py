@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qtk.numerics import statistics
-from qtk.numerics.blocks import count_scales
 from qtk.ops.registration import Kernel, register
 
 
@@ -56,7 +55,7 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     >>> min_max(torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), (1, -1))
     (tensor([ 1., -3.]), tensor([2.0000, 0.5000]))
     """
-    low, high = _MIN_MAX(x, block_size, count_scales(x.shape, block_size))
+    low, high = _MIN_MAX(x, block_size, statistics.count_scales(x.shape, block_size))
     return low, high
 
 

@@ -29,6 +29,7 @@ from qtk.capture.tracing import TRACING
 from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
+from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
@@ -45,6 +46,9 @@ from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import STEPS, op_changes
 from qtk.workflow.check import check
+
+INT8 = dtype("int8")
+"""Of fewer bits, pairs of codes are small enough for sums in int16; of no sign, ONNX Runtime adds in int32."""
 
 ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
@@ -287,9 +291,10 @@ def _onnx(
                           "model.float() instead", stacklevel=2)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
+    may_saturate = int16_sums and any(quantizer.spec.dtype == INT8 for quantizer in simulation.quantizers.values())
     names = [
         name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))
-    ] if int16_sums else []
+    ] if may_saturate else []
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(

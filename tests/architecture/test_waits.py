@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOT = (
-    "core/encoding.py", "core/transfer.py", "quantizers/*.py", "observers/*.py", "calibrators/*.py", "ops/*.py",
+    "core/encoding.py", "quantizers/*.py", "observers/*.py", "calibrators/*.py", "ops/*.py",
     "kernels/gpu/*.py", "numerics/*.py", "nn/*.py", "calibration/calibrate.py", "workflow/check.py",
     "data/forward_pass.py", "training/learned_ranges.py", "calibration/local_gradients.py", "training/qat_schedule.py",
     "calibration/scale_floor.py", "data/valid_tokens.py",

@@ -6,17 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
-from qtk.export.file_signature import (
-    LONGEST,
-    EqualAxes,
-    doubled,
-    equal_axes,
-    file_inputs,
-    file_outputs,
-    file_signature,
-    file_stem,
-    free_axes,
-)
+from qtk.export.file_signature import LONGEST, file_inputs, file_outputs, file_signature, file_stem
 
 
 class Net(nn.Module):
@@ -46,56 +36,6 @@ def test_the_values_of_a_call_begin_with_those_of_its_buffers_or_the_present_one
     assert {name: float(value[0, 0]) for name, value in inputs.items()} == {
         "x": 2, "h_out": 2, "h": 10, "inner.last": 0}
     assert [float(value[0, 0]) for value in file_outputs(model, model(x, x))] == [6, 3, 2]
-
-
-def test_free_axes_are_those_whose_length_is_symbolic():
-    prepared = qtk.prepare_model(nn.Linear(4, 3).eval(), torch.randn(2, 5, 4))
-    (node,) = prepared.graph.find_nodes(op="placeholder")
-    assert free_axes(node) == [0]
-    assert free_axes(prepared.graph.output_node()) == []
-
-
-def test_a_length_of_one_is_doubled_along_free_axes_alone():
-    x = torch.arange(3.0).reshape(1, 3, 1)
-    result = doubled(x, [0])
-    assert result.tolist() == [x[0].tolist()] * 2
-    assert doubled(x, []).data_ptr() != x.data_ptr()
-    assert doubled("other", [0]) == "other"
-
-
-class Masked(nn.Module):
-    """Takes the mask of each row by its number, as attention does: torch ties neither batches nor, by it, names."""
-
-    def forward(self, x, mask):
-        rows = torch.arange(x.shape[0])[:, None].expand(-1, x.shape[1])
-        columns = torch.arange(x.shape[1])[None, :].expand(x.shape[0], -1)
-        return x * mask[rows, columns]
-
-
-def test_axes_that_must_be_equal_are_one_length():
-    prepared = qtk.prepare_model(Masked(), (torch.randn(3, 5), torch.ones(3, 5)), dynamic_shapes="all")
-    assert equal_axes(prepared) == (
-        EqualAxes(frozenset({("x", 0), ("mask", 0)})), EqualAxes(frozenset({("x", 1), ("mask", 1)})))
-
-
-def test_axes_that_may_differ_are_not():
-    class Both(nn.Module):
-        def forward(self, x, y):
-            return x.sum(0), y.sum(0)
-
-    prepared = qtk.prepare_model(Both(), (torch.randn(3, 5), torch.ones(3, 5)))
-    assert equal_axes(prepared) == (EqualAxes(frozenset({("x", 0)})), EqualAxes(frozenset({("y", 0)})))
-
-
-def test_axes_of_one_name_are_one_length_and_have_it():
-    class Both(nn.Module):
-        def forward(self, x, y):
-            return x.sum(0), y.sum(0)
-
-    shapes = {"y": {1: "width", 0: "batch"}, "x": {0: "batch"}}
-    prepared = qtk.prepare_model(Both(), (torch.randn(3, 5), torch.ones(3, 5)), dynamic_shapes=shapes)
-    assert equal_axes(prepared) == (
-        EqualAxes(frozenset({("x", 0), ("y", 0)}), "batch"), EqualAxes(frozenset({("y", 1)}), "width"))
 
 
 PATHS = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import count_scales
+from qtk.numerics.statistics import count_scales
 from tests.kernels import conformance
 from tests.kernels.backend_matrix import OneBackend, matrix
 

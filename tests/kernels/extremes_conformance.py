@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from qtk.numerics.blocks import count_scales
+from qtk.numerics.statistics import count_scales
 from tests.kernels import conformance
 from tests.kernels.backend_matrix import OneBackend, matrix
 

@@ -32,7 +32,8 @@ from qtk.core.dtypes import INT32
 from qtk.core.granularity import PerToken
 from qtk.core.needs import found_where
 from qtk.errors import ExportError, first_line
-from qtk.export.file_signature import EqualAxes, doubled, equal_axes, file_signature, free_axes
+from qtk.export.file_signature import file_signature
+from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears

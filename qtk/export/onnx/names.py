@@ -10,7 +10,7 @@ import onnx_ir as ir
 from torch import fx
 
 from qtk.core.free_name import free_name, unique
-from qtk.export.file_signature import EqualAxes
+from qtk.export.free_axes import EqualAxes
 from qtk.graph.sites import OP, OWNER, join, label
 from qtk.operators.targets import path_of
 

@@ -7,7 +7,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from qtk.export.file_signature import EqualAxes
+from qtk.export.free_axes import EqualAxes
 from qtk.export.onnx.names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths, op_of
 from qtk.export.onnx.qdq import export
 from tests.export.onnx.simulated import simulate

@@ -5,7 +5,7 @@ import torch
 
 from qtk.errors import SpecError
 from qtk.numerics import extremes as reference
-from qtk.numerics.blocks import count_scales
+from qtk.numerics.statistics import count_scales
 from tests.kernels import extremes_conformance
 from tests.kernels.extremes_conformance import BOUND, empty
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtk.numerics.blocks import count_scales
+from qtk.numerics.statistics import count_scales
 from tests.kernels import statistics_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.statistics")

@@ -1,0 +1,58 @@
+"""The dynamic axes of a graph's inputs, for ``torch.export``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import Axis
+from qtk.capture.prepared_model import PreparedGraph
+
+
+def free_axes(node: fx.Node) -> list[int]:
+    """The axes of an input whose lengths may vary."""
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return [axis for axis, length in enumerate(shape) if is_free(length)]
+
+
+def doubled(leaf: object, axes: list[int]) -> object:
+    """A copy of an input with length 2 instead of 1 along free axes, because torch.export fixes a length of 1."""
+    for axis in axes:
+        if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
+            leaf = leaf.repeat_interleave(2, axis)
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, slots=True)
+class EqualAxes:
+    """Axes of inputs that have one length, and its name; ``None``: no name was given."""
+
+    axes: frozenset[Axis]
+    name: str | None = None
+
+
+def equal_axes(model: fx.GraphModule) -> tuple[EqualAxes, ...]:
+    """The free axes of the inputs of a prepared graph, those together that have one length, in order.
+
+    They have it by the code of the model (one symbol), by the ops that fail otherwise (``ties``), or by a given name.
+    """
+    symbol: dict[Axis, str] = {
+        (str(node.target), axis): str(node.meta["val"].shape[axis])
+        for node in model.graph.find_nodes(op="placeholder") for axis in free_axes(node)
+    }
+    sizes = model.sizes if isinstance(model, PreparedGraph) else None
+    name = {axis: given for axis, given in ({} if sizes is None else sizes.names).items() if axis in symbol}
+    links = [[axis for axis in symbol if symbol[axis] == each] for each in dict.fromkeys(symbol.values())]
+    links += [[axis for axis in name if name[axis] == each] for each in dict.fromkeys(name.values())]
+    links += [[axis for axis in tied if axis in symbol] for tied in ([] if sizes is None else sizes.ties)]
+    groups: list[set[Axis]] = []
+    for link in links:
+        joined = set(link).union(*(group for group in groups if not group.isdisjoint(link)))
+        groups = [group for group in groups if group.isdisjoint(link)] + [joined]
+    order = [*symbol]
+    groups.sort(key=lambda group: min(order.index(axis) for axis in group))
+    return tuple(EqualAxes(frozenset(group), next((given for axis, given in name.items() if axis in group), None))
+                 for group in groups if group)
