@@ -27,6 +27,12 @@ def decides(node: fx.Node) -> bool:
     return name in INDICES
 
 
+def axis_of(node: fx.Node) -> int:
+    """The axis along which an op decides."""
+    given = schema_arguments(node).get("dim", -1)
+    return given if isinstance(given, int) else -1
+
+
 def sorts_ids(node: fx.Node) -> bool:
     """Whether an op sorts integers: rows by the ids of their experts."""
     value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
@@ -43,8 +49,7 @@ def sorted_stably(node: fx.Node, x: Tensor) -> Any:
     >>> sorted_stably(node, torch.tensor([1, 0, 1, 0])).tolist()
     [1, 3, 0, 2]
     """
-    given = schema_arguments(node)
-    found = x.sort(dim=int(given.get("dim", -1)), descending=bool(given.get("descending")), stable=True)  # type: ignore[call-overload]
+    found = x.sort(dim=axis_of(node), descending=bool(schema_arguments(node).get("descending")), stable=True)
     return found.indices if aten_name(node.target) in INDICES else (found.values, found.indices)
 
 
@@ -62,8 +67,7 @@ def decided_as(result: Any, node: fx.Node, x: Tensor) -> Any:
     if aten_name(node.target) in INDICES:
         return result
     _, indices = result
-    given = schema_arguments(node).get("dim", -1)
-    axis = given if isinstance(given, int) else -1
+    axis = axis_of(node)
     is_kept = indices.ndim == x.ndim
     found = x.gather(axis, indices if is_kept else indices.unsqueeze(axis))
     return found if is_kept else found.squeeze(axis), indices
