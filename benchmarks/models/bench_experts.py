@@ -94,10 +94,10 @@ def trained(data: Tensor, steps: int) -> nn.Module:
     return model.eval()
 
 
-def simulation(model: nn.Module, calls: Sequence[dict[str, Any]]) -> qtk.QuantSim:
+def simulation(prepared: nn.Module, call: dict[str, Any]) -> qtk.QuantSim:
     config = load_config("weight_only_int4").model_dump(mode="json", exclude_none=True, exclude={"runtime"})
     config["defaults"]["weight"] |= {"dtype": "int3", "block_size": 128}
-    sim = qtk.QuantSim(model, calls[0], config=config, dynamic_shapes="all")
+    sim = qtk.QuantSim(prepared, call, config=config)
     sim.compute_encodings(None, progress=False)
     return sim
 
@@ -119,17 +119,22 @@ def gains(model: nn.Module, data: Tensor) -> None:
     separate = copy.deepcopy(model)
     for layer in separate.model.layers:  # type: ignore[union-attr]
         layer.mlp.experts = Separate(layer.mlp.experts)  # type: ignore[union-attr]
+    pooled: dict[str, str] = {}
     print("\n| experts, method | KL × 10⁻⁶ | SQNR, dB |\n|---|---|---|")
     for form, own in (("stacked", model), ("separate", separate)):
-        row(f"{form}, rounded", simulation(own, calibration), own, judged)
-        for method in ("gptq", ["seq_mse", "coordinate_descent"]):
-            name = method if isinstance(method, str) else " + ".join(method)
-            for label, options in (("", qtk.LayerwiseOptions()), (", all tokens to all experts", ALL)):
-                sim = simulation(own, calibration)
-                report = qtk.apply_layerwise(sim, calibration, method, options=options, progress=False)
-                row(f"{form}, {name}{label}", sim, own, judged)
-                for weight, text in report.pooled.items():
-                    print(f"    {weight}: {text}")
+        prepared = qtk.prepare_model(own, calibration[0], dynamic_shapes="all")
+        row(f"{form}, rounded", simulation(prepared, judged[0]), own, judged)
+        chain = ["seq_mse", "coordinate_descent"]
+        for methods, options in (("gptq", None), ("gptq", ALL), (chain, None), (chain, ALL)):
+            if form == "separate" and options is ALL:
+                continue
+            sim = simulation(prepared, judged[0])
+            report = qtk.apply_layerwise(sim, calibration, methods, options=options or qtk.LayerwiseOptions(),
+                                         progress=False)
+            name = methods if isinstance(methods, str) else " + ".join(methods)
+            row(f"{form}, {name}{', all tokens to all experts' if options else ''}", sim, own, judged)
+            pooled.update(report.pooled)
+    print("\npooled:", *(f"{weight} {text}" for weight, text in pooled.items()), sep="\n")
 
 
 def families(names: Sequence[str]) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor, fx
 from qtk.errors import CalibrationError
 from qtk.graph.flow import ancestors
 from qtk.graph.sites import is_float
-from qtk.layerwise.decisions import decided_as, decides
+from qtk.layerwise.decisions import axis_of, decided_as, decides
 from qtk.layerwise.live_values import Values
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.sibling_experts import chooses_rows, has_rows_by_data
 from qtk.moments.stack_use import StackUse
 from qtk.operators.targets import aten_name, schema_arguments
+from qtk.operators.schema import aten_name
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -57,8 +58,7 @@ class Router:
         first = values[self.op][0]
         indices = first if isinstance(first, Tensor) else first[1]
         scores = [paths.value(self.op.all_input_nodes[0], values, path) for path in range(len(paths.quantized))]
-        given = schema_arguments(self.op).get("dim", -1)
-        axis = given if isinstance(given, int) else -1
+        axis = axis_of(self.op)
         experts, is_kept = scores[0].shape[axis], indices.ndim == scores[0].ndim
         at_once = indices.shape[axis] if is_kept else 1
         for begin in range(0, experts, at_once):

@@ -27,6 +27,32 @@ def decides(node: fx.Node) -> bool:
     return name in INDICES
 
 
+def axis_of(node: fx.Node) -> int:
+    """The axis along which an op decides."""
+    given = schema_arguments(node).get("dim", -1)
+    return given if isinstance(given, int) else -1
+
+
+def sorts_ids(node: fx.Node) -> bool:
+    """Whether an op sorts integers: rows by the ids of their experts."""
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    return aten_name(node.target) in ("sort", "argsort") and isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def sorted_stably(node: fx.Node, x: Tensor) -> Any:
+    """What a sort returns for ``x`` where equal ones stay in order, so that rows of one expert are in that of samples.
+
+    >>> import torch
+    >>> graph = fx.symbolic_trace(lambda x: x).graph
+    >>> with graph.inserting_before(graph.output_node()):
+    ...     node = graph.call_function(torch.ops.aten.argsort.default, (next(iter(graph.nodes)),))
+    >>> sorted_stably(node, torch.tensor([1, 0, 1, 0])).tolist()
+    [1, 3, 0, 2]
+    """
+    found = x.sort(dim=axis_of(node), descending=bool(schema_arguments(node).get("descending")), stable=True)
+    return found.indices if aten_name(node.target) in INDICES else (found.values, found.indices)
+
+
 def decided_as(result: Any, node: fx.Node, x: Tensor) -> Any:
     """What the op gives for ``x`` where it decides as in ``result``: its indices, with the values of ``x`` at them.
 
@@ -41,8 +67,7 @@ def decided_as(result: Any, node: fx.Node, x: Tensor) -> Any:
     if aten_name(node.target) in INDICES:
         return result
     _, indices = result
-    given = schema_arguments(node).get("dim", -1)
-    axis = given if isinstance(given, int) else -1
+    axis = axis_of(node)
     is_kept = indices.ndim == x.ndim
     found = x.gather(axis, indices if is_kept else indices.unsqueeze(axis))
     return found if is_kept else found.squeeze(axis), indices

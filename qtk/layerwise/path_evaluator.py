@@ -11,7 +11,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.written_buffers import is_input
-from qtk.layerwise.decisions import decided_as, decides
+from qtk.layerwise.decisions import decided_as, decides, sorted_stably, sorts_ids
 from qtk.layerwise.live_values import Values
 from qtk.operators.targets import attribute, called_module
 from qtk.quantizers.modes import in_mode
@@ -25,7 +25,7 @@ class PathEvaluator:
     float path uses copies of the parameters before the update.
 
     What data decide by order (top-k, sort, argmax) is decided on the first path for all, so that rows which are routed
-    by it are pairs.
+    by it are pairs. A sort of integers (rows by the ids of their experts) leaves equal ones in order.
 
     Args:
         graph: with quantizers inserted.
@@ -42,6 +42,7 @@ class PathEvaluator:
             node: inner for node in graph.graph.nodes
             if (module := called_module(node)) is not None and (inner := quantizers_in(module))
         }
+        self._sorts_of_ids = {node for node in graph.graph.nodes if sorts_ids(node)}
         self._parameter_nodes: set[fx.Node] = set()
         self._last_reads: dict[str, tuple[Tensor, int]] = {}  # of a parameter: itself, and the index of the node
         self._float_copies: dict[str, Tensor] = {}
@@ -87,6 +88,8 @@ class PathEvaluator:
         def read(argument: fx.Node) -> Any:
             return self.value(argument, values, path)
 
+        if node in self._sorts_of_ids:
+            return sorted_stably(node, read(node.all_input_nodes[0]))
         if self.quantized[path]:
             return evaluate_node(node, read)
         with in_mode(self._inner_quantizers.get(node, ()), Mode.BYPASS):

@@ -17,7 +17,7 @@ STATISTICS = RequiredStatistics(dtype=torch.float64)
 
 def collected(model, batches, **settings):
     """The statistics of each layer, by name."""
-    sim = qtk.QuantSim(model.eval(), batches[0], weight_bits=8, activation_bits=None, dynamic_shapes="all")
+    sim = qtk.QuantSim(model.eval(), batches[0], weight_bits=8, activation_bits=None)
     sim.compute_encodings(None, progress=False)
     layers, _ = weighted_layers(sim.model, sim.plan)
     calls = [Call((x,), {}, None) for x in batches]
@@ -30,6 +30,7 @@ def per_row(moments, group=0):
     return moments.gram[group, 0] / torch.as_tensor(moments.rows_of_groups).reshape(-1)[group if moments.counts else 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 @pytest.mark.parametrize("form", ["stacked", "separate"])
@@ -66,7 +67,7 @@ def test_the_option_is_that_of_a_run_and_without_experts_an_error():
     fused, batches = FusedExperts(chosen=1), [torch.randn(64, 16).abs() for _ in range(2)]
     fused.gate.weight.data[3] = -1  # chosen by none
     options = qtk.LayerwiseOptions(calibrate_all_experts=True)
-    sim = qtk.QuantSim(fused.eval(), batches[0], weight_bits=4, activation_bits=None, dynamic_shapes="all")
+    sim = qtk.QuantSim(fused.eval(), batches[0], weight_bits=4, activation_bits=None)
     report = qtk.apply_gptq(sim, batches, progress=False, options=options)
     assert not report.pooled
     assert [result.reason for result in report.layers] == [None] * 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from qtk.layerwise.decisions import decided_as, decides
+from qtk.layerwise.decisions import decided_as, decides, sorted_stably, sorts_ids
 
 ATEN = torch.ops.aten
 
@@ -36,6 +36,29 @@ def test_values_are_the_own_ones_at_the_other_ones_places(node):
     assert torch.equal(own, result[0])
     for value in values.flatten():
         assert value in y
+
+
+@pytest.mark.parametrize(("target", "args"), [
+    (ATEN.sort.default, ()), (ATEN.sort.default, (0, True)), (ATEN.sort.stable, ()), (ATEN.argsort.default, (1,)),
+])
+def test_ids_are_sorted_with_equal_ones_in_order(target, args):
+    ids = torch.randint(3, (400, 3), generator=torch.Generator().manual_seed(0))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = ids
+    node = graph.call_function(target, (x, *args), {"stable": False} if target is ATEN.sort.stable else {})
+    assert sorts_ids(node)
+    dim, descending = (*args, -1, False)[:2] if args != (1,) else (1, False)
+    expected = (ids * (-1 if descending else 1)).double()
+    steps = torch.arange(ids.shape[dim]).reshape([-1 if axis == dim % 2 else 1 for axis in range(2)])
+    order = (expected + steps / 1000).argsort(dim)
+    found = sorted_stably(node, ids)
+    indices = found if target is ATEN.argsort.default else found[1]
+    assert torch.equal(indices, order)
+    if indices is not found:
+        assert torch.equal(found[0], ids.gather(dim, order))
+    x.meta["val"] = ids.float()
+    assert not sorts_ids(node)
 
 
 def test_indices_alone_are_taken_over():

@@ -48,7 +48,7 @@ def test_a_stack_gains_what_its_matrices_gain_as_layers(methods):
     (before, after), (before_apart, after_apart) = found
     assert before == pytest.approx(before_apart, abs=0.01)
     assert after > before + 1.5
-    assert after == pytest.approx(after_apart, abs=0.3)
+    assert after == pytest.approx(after_apart, abs=0.02)
 
 
 @pytest.mark.medium

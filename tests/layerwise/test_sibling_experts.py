@@ -28,9 +28,9 @@ class Hit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleDict({
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleDict({
             f"expert_{index}": nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
-            for index, width in enumerate([6, 6, 6, 7])
+            for index, width in enumerate([6, 6, 7])
         })
 
     def forward(self, x):
@@ -42,14 +42,14 @@ class Hit(nn.Module):
 
 
 def groups_of(model, x):
-    sim = qtk.QuantSim(model.eval(), x, weight_bits=4, activation_bits=None, dynamic_shapes="all")
+    sim = qtk.QuantSim(model.eval(), x, weight_bits=4, activation_bits=None)
     sim.compute_encodings(None, progress=False)
     layers, _ = weighted_layers(sim.model, sim.plan)
     groups = sibling_experts(sim.model, layers)
     return sim, [[layer.name.removesuffix(".weight") for layer in group] for group in groups]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layers_of_one_mixture_at_one_place_are_siblings():
     torch.manual_seed(0)
     _, groups = groups_of(Two(), torch.randn(32, 16))
@@ -60,17 +60,18 @@ def test_layers_of_one_mixture_at_one_place_are_siblings():
 @pytest.mark.medium
 def test_experts_in_a_list_of_a_model_that_stays_python():
     torch.manual_seed(0)
-    sim, groups = groups_of(Hit(), torch.randn(64, 8))
-    assert groups == [[f"experts.expert_{index}.{layer}" for index in range(3)] for layer in (0, 2)]
+    model = Hit()
+    sim, groups = groups_of(model, torch.randn(64, 8))
+    assert groups == [[f"experts.expert_{index}.{layer}" for index in range(2)] for layer in (0, 2)]
     with torch.no_grad():
         x = torch.randn(400, 8)
-        expert = sim.model.gate(x).argmax(-1)
+        expert = model.gate(x).argmax(-1)
         data = torch.cat([x[expert != 1], x[expert == 1][:2]])
     weight = sim.model.state_dict()["experts.expert_1.0.weight"]
     before = weight.clone()
     with pytest.warns(match=r"experts.expert_1.0.weight: met 2 rows"):
         report = qtk.apply_gptq(sim, [data], progress=False, options=qtk.LayerwiseOptions(holdout=0.0))
     assert report.pooled.keys() == {"experts.expert_1.0.weight", "experts.expert_1.2.weight"}
-    assert [result.reason for result in report.layers] == [None] * 9
+    assert [result.reason for result in report.layers] == [None] * 7
     assert not torch.equal(weight, before)
     assert "experts.expert_1.2.weight  by the Gram matrix of all experts' rows: met 2 rows" in str(report)

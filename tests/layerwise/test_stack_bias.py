@@ -51,12 +51,13 @@ class ReadTwice(Biased):
 def simulation(model):
     torch.manual_seed(0)
     x = 4 * torch.randn(90, WIDTH) + 1
-    sim = qtk.QuantSim(model.eval(), x, weight_bits=3, activation_bits=None, dynamic_shapes="all", config={
+    sim = qtk.QuantSim(model.eval(), x, weight_bits=3, activation_bits=None, config={
         "version": 1, "extends": "default", "rules": [{"match": {"path": "gate"}, "weight": "float"}]})
     sim.compute_encodings(None, progress=False)
     return sim, x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [Biased, Dispatched])
 @pytest.mark.parametrize("methods", [["bias_correction"], ["gptq", "bias_correction"]])
@@ -76,6 +77,7 @@ def test_the_outputs_of_each_expert_get_their_mean_in_float(kind, methods):
     assert torch.equal(model.up_bias, before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [ByPosition, ReadTwice])
 def test_what_is_no_bias_of_an_expert_is_left(kind):

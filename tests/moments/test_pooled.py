@@ -43,3 +43,14 @@ def test_a_layer_takes_the_rows_of_all(rows):
     torch.testing.assert_close(found.held_out.mean[0], held_out.mean(0))
     assert found.rows == own
     assert found.rows_of_groups.item() == 15
+
+
+def test_rows_of_zeros_do_not_count():
+    """A dense mixture gives every row to every expert, scaled by 0 where the router did not choose it."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 4)
+    moments = SecondMoments(STACK)
+    moments.observe_matrices(MatrixRows.of(torch.cat([x, x, 0 * x]), torch.arange(3).repeat_interleave(9), 3))
+    assert moments.counts == (9, 9, 0)
+    found, x = pooled(moments, [2]), x.double()
+    torch.testing.assert_close(found.gram[2, 0], 2 * x.mT @ x / 18, rtol=1e-5, atol=1e-5)
