@@ -156,7 +156,9 @@ def calibrated(task: Task, config: Any) -> tuple[qtk.QuantSim, list[dict[str, An
     return sim, [yaml.safe_load(rule) for rule in dict.fromkeys(said)]
 
 
-def simulation(task: Task, target: str, way: str, max_drop: float, time_limit: float) -> tuple[qtk.QuantSim | None, str]:
+def simulation(
+    task: Task, target: str, way: str, max_drop: float, time_limit: float
+) -> tuple[qtk.QuantSim | None, str]:
     """A simulation by one of ``WAYS``, ``None`` where no warning says a rule, and what it took."""
     if way == "tuned":
         def share_kept(model: nn.Module) -> float:
