@@ -343,8 +343,8 @@ def _read_singly(program: ExportedProgram, attempt: _Attempt) -> set[LeafAxis]:
     select = torch.ops.aten.select.int
     return {
         (number, axis) for (number, axis), size in sizes.items()
-        if is_free(size) and all(user.target is select for user in readers[names[number]])
-        and {(user.args[1] % leaves[number].ndim, user.args[2] % leaves[number].shape[axis])  # type: ignore[operator]
+        if is_free(size) and readers[names[number]] and all(user.target is select for user in readers[names[number]])
+        and {(user.args[1] % leaves[number].ndim, user.args[2] % leaves[number].shape[axis])
              for user in readers[names[number]] if isinstance(user.args[2], int)}
         == {(axis, index) for index in range(leaves[number].shape[axis])}
     }

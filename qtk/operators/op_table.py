@@ -222,8 +222,8 @@ _extend("add sub subtract rsub mul multiply div true_divide divide neg abs sign 
 _extend("add sub subtract rsub mul multiply div true_divide divide neg maximum max.other minimum min.other clamp "
         "clamp_min clamp_max clip", mask=Mask.KEEPS)
 _extend("log logit", mask=Mask.MAKES)
-_extend("add sub subtract mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
-        "avg_pool3d", feeding=Feeding.RESULT)
+_extend("add sub subtract sum mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
+        "avg_pool3d clamp clamp_min clamp_max clip maximum max.other", feeding=Feeding.RESULT)
 _extend("mul multiply", feeding=Feeding.SCALED)
 _extend("sigmoid", feeding=Feeding.ORDER)
 _extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)
