@@ -22,6 +22,7 @@ from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
+from qtk.nn.scan import Scan
 from qtk.nn.train_only import train_only
 from qtk.operators.op_axes import (
     einsum_operand,
@@ -120,6 +121,7 @@ for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh so
 _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
 _add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
 _add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
+_add("qtk::scan", OpRow("scan", COMPUTE, inputs=()))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
                                   scaling=Scaling.KEPT, rectifier=True))
 _add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,), mask=Mask.READS,
@@ -260,6 +262,9 @@ RECURRENT = {
     for kind in ("lstm", "gru", "rnn")
 }
 
+SCAN = ROWS["qtk::scan"]
+"""A recurrence in the code of the model, which is in float inside, with all that it reads."""
+
 CHANNEL_SCALE = ROWS["qtk::channel_scale"]
 """Reads its input in front of the quantizer of that; only the product is quantized."""
 
@@ -297,6 +302,8 @@ def row_of(node: fx.Node) -> OpRow | None:
                 return ROWS["scaled_dot_product_attention"]
             case Recurrent(kind=kind) | RecurrentCell(kind=kind):
                 return RECURRENT[kind.partition("_")[0]]
+            case Scan():
+                return SCAN
         return None
     if node.op != "call_function":
         return None
