@@ -269,7 +269,8 @@ def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
     """A length of the example inputs with the free sizes that ``factors`` names multiplied by these."""
     if isinstance(length, int):
         return length
-    expression, shape_env = length.node.expr, length.node.shape_env
+    expression: Any = length.node.expr
+    shape_env: Any = length.node.shape_env
     hints = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
     return int(expression.xreplace({size: hints[size] * factors.get(str(size), 1) for size in expression.free_symbols}))
 

@@ -69,7 +69,7 @@ def recover(
             kind, (module, arguments) = "instance_norm", _instance_norm(node)
         elif node.target is SCAN:
             tensors, lengths, *_, index = node.args
-            kind, module, arguments = "scan", scans[index], (*tensors, *lengths)  # type: ignore[index, misc]
+            kind, module, arguments = "scan", scans[index], (*tensors, *lengths)
             add_labels(node, **{EXCLUDED: BY_SCAN})
         elif (composite := composite_of(node, _owner(node, original))) is not None:
             kind, module, arguments = composite.name, composite.module, composite.arguments

@@ -17,8 +17,8 @@ from qtk.operators.targets import called_module
 
 LOOP = ("torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside (inside: "
         "float, as config='onnxruntime' does), or export formats=('onnx',)")
-SCAN = ("a scan over it is the model's own Python, of which a file has the ops of one length; pad or cut inputs to it, or "
-        "export once for each length, from a simulation whose example inputs have it")
+SCAN = ("a scan over it is the model's own Python, of which a file has the ops of one length; pad or cut inputs to it, "
+        "or export once for each length, from a simulation whose example inputs have it")
 """Why a file fixes an axis."""
 
 
@@ -44,10 +44,9 @@ def warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
     inputs = [node for node, spec in placeholders if spec.kind is InputKind.USER_INPUT]
     for before, after in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):  # buffers may follow
         for axis in sorted({*free_axes(before)} - {*free_axes(after)}):
-            warnings.warn(
-                f"the file runs at length {after.meta['val'].shape[axis]} of axis {axis} of {before.target} alone, which "
-                f"is declared free: {SCAN if _scans(graph) else LOOP}", stacklevel=2,
-            )
+            length, why = after.meta["val"].shape[axis], SCAN if _scans(graph) else LOOP
+            warnings.warn(f"the file runs at length {length} of axis {axis} of {before.target} alone, which is declared "
+                          f"free: {why}", stacklevel=2)
 
 
 def _scans(graph: fx.Graph) -> list[fx.Node]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
