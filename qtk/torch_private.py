@@ -41,7 +41,7 @@ __all__ = [
     "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of", "below_autograd",
     "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like", "flatten_as",
     "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
-    "hooks_on_saved_tensors_work", "in_backward", "is_exporting", "is_in_onnx_export", "is_traced",
+    "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
     "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
     "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
     "saves_result", "schema_of", "size_guards", "version_of", "without_modes",
@@ -73,6 +73,12 @@ def schema_of(target: object) -> torch.FunctionSchema | None:
     """The schema of the op that a node calls; ``None`` if ``target`` is not a torch op."""
     schema = getattr(target, "_schema", None)
     return schema if isinstance(schema, torch.FunctionSchema) else None
+
+
+def is_composed(op: object) -> bool:
+    """Whether torch writes ``op`` out as other ops, of whose results its schema does not say what they are views of."""
+    return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def call_structure(graph: fx.Graph) -> CallStructure | None:
@@ -264,7 +270,8 @@ def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
     """A length of the example inputs with the free sizes that ``factors`` names multiplied by these."""
     if isinstance(length, int):
         return length
-    expression, shape_env = length.node.expr, length.node.shape_env
+    expression: Any = length.node.expr
+    shape_env: Any = length.node.shape_env
     hints = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
     return int(expression.xreplace({size: hints[size] * factors.get(str(size), 1) for size in expression.free_symbols}))
 

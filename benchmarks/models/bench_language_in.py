@@ -1,9 +1,9 @@
 """Language models of transformers by their default call: the capture, a cache out and in, and greedy tokens.
 
 Tiny models with random weights, one of each family. ``s`` is the CPU time of ``prepare_model`` by the default call,
-which returns a cache, in seconds; ``by no cache`` its ratio to that with ``use_cache=False``. ``out`` is the largest
-difference from the original, the returned cache included, ``in`` the same of a call that takes the cache of the call
-before; both at the sizes of the example and at others. Tokens: 64 by ``generate``, with a cache and without, of the
+which returns a cache, in seconds; ``by no cache`` its ratio to that with ``use_cache=False``; ``nodes`` those of the
+graph. ``out`` is the largest difference from the original, the returned cache included, ``in`` the same of a call that
+takes the cache of the call before; both at the sizes of the example and at others. Tokens: 64 by ``generate``, with a cache and without, of the
 int4 weights in the user's own class, and of the graphs of ``default`` (8 bits); a yes is that both are the same 64.
 Speed is the tokens/s of the simulation by that of the float model, medians in turns.
 
@@ -32,6 +32,8 @@ import qtk
 from qtk.torch_private import pytree
 
 NEW, TURNS = 64, 3
+LENGTHS = (2, 7, 30, 40, 130)
+"""Numbers of tokens other than the example's."""
 
 
 def largest_difference(a: Any, b: Any) -> float:
@@ -78,11 +80,11 @@ def difference(model: nn.Module, prepared: nn.Module, call: dict[str, Any]) -> f
         return largest_difference(model(**copy.deepcopy(call)), prepared(**copy.deepcopy(call)))
 
 
-def longer(example: dict[str, Any]) -> dict[str, Any]:
+def others(example: dict[str, Any]) -> list[dict[str, Any]]:
     """The same call with other numbers of tokens, where these may be any."""
     if [*example] != ["input_ids"]:
-        return example
-    return {"input_ids": torch.randint(10, VOCABULARY, (3, 30))}
+        return []
+    return [{"input_ids": torch.randint(10, VOCABULARY, (3, length))} for length in LENGTHS]
 
 
 def capture_row(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
@@ -91,7 +93,8 @@ def capture_row(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     yield prepared.report.rung
     yield f"{default_s:.1f}"
     yield f"{default_s / plain_s:.2f}"
-    yield f"{max(difference(model, prepared, call) for call in (example, longer(example))):.1e}"
+    yield f"{len(prepared.graph.nodes)}" if prepared.report.rung == "export" else "–"
+    yield f"{max(difference(model, prepared, call) for call in (example, *others(example))):.1e}"
     both = qtk.prepare_model(model, example, variants=[next_call(model, example, 5)], dynamic_shapes="all")
     calls = [next_call(model, example, 5), next_call(model, example, 1)]
     yield f"{both.report.rung} {max(difference(model, both, call) for call in calls):.1e}"
@@ -144,7 +147,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_module("transformers").logging.set_verbosity_error()
-    print("| family | rung | s | by no cache | out | in | int4 = | speed | 8 bits = | speed |\n" + "|---" * 10 + "|")
+    print("| family | rung | s | by no cache | nodes | out | in | int4 = | speed | 8 bits = | speed |\n"
+          + "|---" * 11 + "|")
     for name in arguments.only:
         model, example = causal(name) if name in FAMILIES else OTHERS[name]()
         cells = [name]

@@ -13,6 +13,8 @@ VOCABULARY, WIDTH, LAYERS, HEADS, WINDOW, BATCH, TOKENS = 512, 128, 2, 4, 16, 2,
 DECODER = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
            "num_key_value_heads": 2, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 256,
            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+RECURRENT = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "pad_token_id": 0,
+             "bos_token_id": 1, "eos_token_id": None}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,9 +39,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **DECODER, **EXPERTS, "num_key_value_heads": HEADS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16, "v_head_dim": 32}),
-    "mamba2": ("Mamba2", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_heads": 8,
-                          "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 32, "pad_token_id": 0,
-                          "bos_token_id": 1, "eos_token_id": None}),
+    "mamba": ("Mamba", {**RECURRENT, "state_size": 8}),
+    "falcon mamba": ("FalconMamba", {**RECURRENT, "state_size": 8}),
+    "mamba2": ("Mamba2", {**RECURRENT, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2,
+                          "chunk_size": 32}),
+    "bamba": ("Bamba", {**DECODER, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 32,
+                        "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32}),
+    "jamba": ("Jamba", {**DECODER, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+                        "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8,
+                        "mamba_dt_rank": 8, "use_mamba_kernels": False}),
+    "qwen3-next": ("Qwen3Next", {
+        **DECODER, **EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "num_experts": 4, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "shared_expert_intermediate_size": WIDTH}),
     "granite hybrid": ("GraniteMoeHybrid", {
         **DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": WIDTH,
         "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16,

@@ -16,6 +16,7 @@ from qtk.capture.scans import SCAN
 from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
+from qtk.graph.sites import BY_SCAN, EXCLUDED, add_labels
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
@@ -67,7 +68,8 @@ def recover(
             kind, (module, arguments) = "instance_norm", _instance_norm(node)
         elif node.target is SCAN:
             tensors, lengths, *_, index = node.args
-            kind, module, arguments = "scan", scans[index], (*tensors, *lengths)  # type: ignore[index, misc]
+            kind, module, arguments = "scan", scans[index], (*tensors, *lengths)
+            add_labels(node, **{EXCLUDED: BY_SCAN})
         elif (composite := composite_of(node, _owner(node, original))) is not None:
             kind, module, arguments = composite.name, composite.module, composite.arguments
             if composite.single:

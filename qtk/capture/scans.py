@@ -182,8 +182,7 @@ class _Caller:
         return (pytree.tree_unflatten(results, first.structure),)
 
     def _tried(self, structure: pytree.TreeSpec, leaves: list[object]) -> _Trial:
-        """Runs the function on tensors without data, of the sizes in ``leaves``. Raises: ValueError if it writes into one.
-        """
+        """Runs the function on tensors without data. Raises: ValueError if it writes into one."""
         with without_modes(), torch.no_grad(), FakeTensorMode():
             given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
                      for leaf in leaves]
@@ -352,7 +351,7 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._last = []
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def _frames() -> list[FrameType]:

@@ -209,7 +209,8 @@ def _attempts(
         return [batch, static]
     every = free_shapes(model, *doubled, lambda axis: axis not in unfree)
     tokens = token_axes(*doubled)
-    between = [_Attempt(TOKENS_LABEL, *doubled, with_others(tokens))] if tokens else []
+    of_tokens = with_others(tokens)
+    between = [_Attempt(TOKENS_LABEL, *doubled, of_tokens)] if tokens and of_tokens != every else []
     return [_Attempt(ALL_LABEL, *doubled, every), *between, batch, static]
 
 

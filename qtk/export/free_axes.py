@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from qtk.calls.inputs import is_free
 from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.nn.scan import Scan
+from qtk.operators.targets import called_module
+
+LOOP = ("torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside (inside: "
+        "float, as config='onnxruntime' does), or export formats=('onnx',)")
+SCAN = ("a scan over it is the model's own Python, of which a file has the ops of one length; pad or cut inputs to it, "
+        "or export once for each length, from a simulation whose example inputs have it")
+"""Why a file fixes an axis."""
 
 
 def free_axes(node: fx.Node) -> list[int]:
@@ -16,6 +27,30 @@ def free_axes(node: fx.Node) -> list[int]:
     value = node.meta.get("val")
     shape = value.shape if isinstance(value, Tensor) else ()
     return [axis for axis, length in enumerate(shape) if is_free(length)]
+
+
+def file_axes(node: fx.Node) -> list[int]:
+    """The axes of an input whose lengths may vary in a file: no scan reads values that long, other than in number."""
+    scanned = {
+        str(size) for scan in _scans(node.graph) for read in scan.all_input_nodes
+        for size in (read.meta["val"].shape[1:] if isinstance(read.meta["val"], Tensor) else [read.meta["val"]])
+    }
+    return [axis for axis in free_axes(node) if str(node.meta["val"].shape[axis]) not in scanned]
+
+
+def warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
+    """Names the axes of the inputs that are free in ``graph``, and of one length in its program."""
+    placeholders = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    inputs = [node for node, spec in placeholders if spec.kind is InputKind.USER_INPUT]
+    for before, after in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):  # buffers may follow
+        for axis in sorted({*free_axes(before)} - {*free_axes(after)}):
+            length, why = after.meta["val"].shape[axis], SCAN if _scans(graph) else LOOP
+            warnings.warn(f"the file runs at length {length} of axis {axis} of {before.target} alone, which is declared "
+                          f"free: {why}", stacklevel=2)
+
+
+def _scans(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.find_nodes(op="call_module") if isinstance(called_module(node), Scan)]
 
 
 def doubled(leaf: object, axes: list[int]) -> object:

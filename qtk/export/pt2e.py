@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
@@ -34,7 +32,7 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
-from qtk.export.free_axes import doubled, free_axes
+from qtk.export.free_axes import doubled, file_axes, warn_of_fixed_axes
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
 from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites
@@ -101,7 +99,7 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
                 program = program.run_decompositions(_PLAIN)
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
-    _warn_of_fixed_axes(model.graph, program)
+    warn_of_fixed_axes(model.graph, program)
     repeat_behind_movement(program.graph)
     dequantize_for_each_reader(program.graph)
     for node in program.graph.nodes:
@@ -244,7 +242,7 @@ def _example(
     graph: fx.Graph, call: Call
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[object, ...]]:
     """The arguments of ``call`` with dynamic axes of length 2 at least, and dynamic shapes for ``torch.export``."""
-    axes = [free_axes(node) for node in graph.find_nodes(op="placeholder")]
+    axes = [file_axes(node) for node in graph.find_nodes(op="placeholder")]
     leaves = input_leaves(graph, call.args, call.kwargs)
     structure = call_structure(graph)
     unknown = None if structure is None else _unknown_type(structure.in_spec)
@@ -259,20 +257,6 @@ def _example(
     positional, named = pytree.tree_unflatten(args, structure.in_spec)
     of_positional, of_named = pytree.tree_unflatten(shapes, structure.in_spec)
     return positional, named, (*of_positional, *of_named.values())
-
-
-def _warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
-    """Names the axes of the inputs that are free in ``graph``, and of one length in its program."""
-    placeholders = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
-    inputs = [node for node, spec in placeholders if spec.kind is InputKind.USER_INPUT]
-    for before, after in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        for axis in sorted({*free_axes(before)} - {*free_axes(after)}):
-            length = after.meta["val"].shape[axis]
-            warnings.warn(
-                f"the program runs at length {length} of axis {axis} of {after.name} alone, which is declared free: "
-                "torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside "
-                "(inside: float, as config='onnxruntime' does), or export formats=('onnx',)", stacklevel=2,
-            )
 
 
 def _has_own_ops(program: ExportedProgram) -> bool:

@@ -30,6 +30,9 @@ VALUE = "qtk_value"
 EXCLUDED, EXCLUDED_MODULE = "qtk_excluded", "qtk_excluded_module"
 """Label keys of ops in excluded modules: what excluded the module, and its path."""
 
+BY_SCAN = "scan"
+"""What excludes a scan, which is no module."""
+
 GRAPH_PATH, COMPOSITE = "qtk_place", "qtk_within"
 """Label keys of every node of a nested graph: the module path of the graph; the name by which config rules match all
 ops inside the composite it belongs to (``lstm_cell``)."""
@@ -47,8 +50,10 @@ def label(node: fx.Node, key: str) -> str | None:
 
 
 def exclusion(node: fx.Node) -> str | None:
-    """Why ``node`` stays in float, if it is an op of an excluded module; else ``None``."""
+    """Why ``node`` stays in float, if it is a scan, or an op of an excluded module; else ``None``."""
     by = label(node, EXCLUDED)
+    if by == BY_SCAN:
+        return "a scan over time, which is one op in float"
     return f"excluded by {by}: {label(node, EXCLUDED_MODULE) or 'the model'}" if by else None
 
 

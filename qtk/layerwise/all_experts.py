@@ -22,8 +22,7 @@ from qtk.layerwise.live_values import Values
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.sibling_experts import chooses_rows, has_rows_by_data
 from qtk.moments.stack_use import StackUse
-from qtk.operators.targets import aten_name, schema_arguments
-from qtk.operators.schema import aten_name
+from qtk.operators.targets import aten_name
 
 Key = TypeVar("Key", bound=Hashable)
 

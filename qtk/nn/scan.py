@@ -49,8 +49,9 @@ class Scan(nn.Module):
     def extra_repr(self) -> str:
         """The function, and its arguments that are no tensors."""
         named = f"{self.function.__module__}.{self.function.__qualname__}"
-        others = [leaf for index, leaf in enumerate(self._leaves) if index not in self._values]
-        return ", ".join([named, *(type(each).__name__ if isinstance(each, nn.Module) else repr(each) for each in others)])
+        others = [type(leaf).__name__ if isinstance(leaf, nn.Module) else repr(leaf)
+                  for index, leaf in enumerate(self._leaves) if index not in self._values]
+        return ", ".join([named, *others])
 
     def __getstate__(self) -> dict[str, Any]:
         """The name of the function in its place, for what a decorator has replaced cannot be pickled."""
@@ -58,4 +59,4 @@ class Scan(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         module, name = state["function"]
-        super().__setstate__({**state, "function": inspect.unwrap(attrgetter(name)(import_module(module)))})
+        self.__dict__.update(state, function=inspect.unwrap(attrgetter(name)(import_module(module))))

@@ -16,9 +16,10 @@ from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
+from qtk.nn.scan import Scan
 from qtk.nn.train_only import train_only
 from qtk.operators.op_row import OpRow
-from qtk.operators.op_table import CHANNEL_SCALE, COMPUTE, DROPOUT, MOVEMENT, RECURRENT, ROWS
+from qtk.operators.op_table import CHANNEL_SCALE, COMPUTE, DROPOUT, MOVEMENT, RECURRENT, ROWS, SCAN
 from qtk.operators.targets import aten_name, called_module
 from qtk.torch_private import schema_of
 
@@ -48,6 +49,8 @@ def row_of(node: fx.Node) -> OpRow | None:
                 return ROWS["scaled_dot_product_attention"]
             case Recurrent(kind=kind) | RecurrentCell(kind=kind):
                 return RECURRENT[kind.partition("_")[0]]
+            case Scan():
+                return SCAN
         return None
     if node.op != "call_function":
         return None

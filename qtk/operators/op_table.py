@@ -104,6 +104,7 @@ for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh so
 _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
 _add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
 _add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
+_add("qtk::scan", OpRow("scan", COMPUTE, inputs=()))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
                                   scaling=Scaling.KEPT, rectifier=True))
 _add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,), mask=Mask.READS,
@@ -243,6 +244,9 @@ RECURRENT = {
                 product=Product.OUT_IN, inside=f"{kind}_cell")
     for kind in ("lstm", "gru", "rnn")
 }
+
+SCAN = ROWS["qtk::scan"]
+"""A recurrence in the code of the model, which is in float inside, with all that it reads."""
 
 CHANNEL_SCALE = ROWS["qtk::channel_scale"]
 """Reads its input in front of the quantizer of that; only the product is quantized."""

@@ -9,7 +9,7 @@ from qtk.graph.sites import exclusion, is_float
 from qtk.graph.written_buffers import is_input
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import CHANNEL_SCALE
+from qtk.operators.op_table import CHANNEL_SCALE, SCAN
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
 
@@ -49,8 +49,8 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
         pass  # the last value inside the composite has the quantizer
     elif is_input(node):
         _plan_input(draft, node, decision)
-    elif row is None:
-        _plan_unknown(draft, node, decision)
+    elif row is None or row is SCAN:
+        _plan_unknown(draft, node, decision, "a scan" if row is SCAN else f"op {op_name(op)} is not in the op table")
     elif draft.flow.is_constant(node):
         _plan_if_read(draft, node, decision, "constant")
     else:
@@ -101,9 +101,8 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
         draft.floats[node] = draft.unknown_readers(readers) or reason
 
 
-def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision) -> None:
-    """Decides the value of an op without a row (rule 6)."""
-    reason = f"op {op_name(maker(node))} is not in the op table"
+def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision, reason: str) -> None:
+    """Decides the value of a scan, or an op without a row (rule 6)."""
     if not _plan_if_read(draft, node, decision, reason):
         draft.floats[node] = reason
 

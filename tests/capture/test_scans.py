@@ -178,3 +178,15 @@ def test_gradients_pass_through_a_recurrence():
     x = torch.randn(2, 5, 6)
     wanted = torch.autograd.grad(model(x).square().sum(), model.proj.weight)[0]
     assert torch.equal(torch.autograd.grad(graph(x).square().sum(), graph.proj.weight)[0], wanted)
+
+
+@torch.no_grad()
+@pytest.mark.medium
+def test_a_scan_and_what_it_reads_stay_in_float_and_say_so():
+    _, graph = prepared("loop")
+    sim = qtk.QuantSim(graph, torch.randn(2, 5, 6))
+    sim.compute_encodings([torch.randn(4, 5, 6)])
+    reasons = {str(site): reason for site, reason in sim.plan.unquantized.items()}
+    assert "read by scan, a scan over time, which is one op in float" in reasons["proj:out"]
+    assert "read by scan" in reasons["sigmoid:out"]
+    assert {"proj.weight", "out.weight", "scan:out[0]"} <= {*sim.quantizers}  # an op of integers reads the result

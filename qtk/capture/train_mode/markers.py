@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from qtk.graph.flow import maker
 from qtk.operators.lookup import row_of
 from qtk.operators.op_table import DROPOUT as DROPOUT_ROW
 from qtk.operators.op_table import ROWS
-from qtk.operators.targets import aten_name
-from qtk.torch_private import OpOverload, schema_of
+from qtk.operators.targets import aten_name, schema_arguments
+from qtk.torch_private import OpOverload, is_composed, pytree, schema_of
 
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
 torch.library.define(
@@ -74,6 +75,8 @@ INSTANCE_NORM = torch.ops.qtk.captured_instance_norm.default
 DETACH = torch.ops.qtk.captured_detach.default
 MODULE = torch.ops.qtk.captured_module.default
 WRITING_MODULE = torch.ops.qtk.captured_module_.default
+INDICES = ("index", "indices", "mask")
+"""Arguments of ops that the dtype of a result does not depend on."""
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
@@ -118,11 +121,12 @@ def _detach_outputs(module: fx.GraphModule) -> None:
 
 
 def purify(graph: fx.Graph) -> None:
-    """Replaces in-place ops on values without another reader by their out-of-place variants. Changes ``graph``."""
+    """Replaces in-place ops on values that nothing else sees by their out-of-place variants. Changes ``graph``."""
     for node in graph.nodes:
         twin = _twin(node)
         if twin is not None and _is_private(node):
             node.target = twin
+            node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, node=node: node < user)
 
 
 def _twin(node: fx.Node) -> OpOverload | None:
@@ -140,13 +144,21 @@ def _twin(node: fx.Node) -> OpOverload | None:
 
 
 def _is_private(node: fx.Node) -> bool:
-    """Whether only ``node`` reads the value it overwrites, and the out-of-place result has its dtype and shape."""
+    """Whether no other value shares the memory that ``node`` overwrites, and the out-of-place result has its dtype."""
     written = node.args[0]
-    if not isinstance(written, fx.Node) or len(written.users) > 1:
+    if not isinstance(written, fx.Node) or not all(map(_is_fresh, (written, *(u for u in written.users if u < node)))):
         return False
-    row = row_of(written)
-    if row is None or not row.fresh:
+    operands = [value for name, value in schema_arguments(node).items() if name not in INDICES]
+    kinds = [value.meta["val"].dtype for value in pytree.tree_leaves(operands) if isinstance(value, fx.Node)]
+    return all(kind == written.meta["val"].dtype for kind in kinds)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether the value shares no memory with another; ops that torch writes out as others do not say so."""
+    op = maker(node)
+    if op is not node and sum(other.args[1:] == node.args[1:] for other in op.users) > 1:
         return False
-    value = written.meta["val"]
-    others = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), Tensor)]
-    return all(other.dtype == value.dtype and other.ndim <= value.ndim for other in others)
+    row, schema = row_of(op), schema_of(op.target)
+    if schema is None or any(result.alias_info is not None for result in schema.returns):
+        return False
+    return (row is not None and row.fresh) or not is_composed(op.target)

@@ -33,7 +33,7 @@ from qtk.core.granularity import PerToken
 from qtk.core.needs import found_where
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
-from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
+from qtk.export.free_axes import EqualAxes, doubled, equal_axes, file_axes, warn_of_fixed_axes
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
@@ -113,6 +113,8 @@ def trace(
         leaves = input_leaves(model.graph, *split_inputs(example_inputs))
         program = _export(flat, [*leaves, *buffer_values(model).values()], free)
         graph = _translate(program, opset)
+    if not free:
+        warn_of_fixed_axes(model.graph, program)
     signature = file_signature(model)
     given = [*input_names(model), *(given for given, _ in signature.buffers.values())]
     return MarkedGraph(graph, _input_names(given, program, graph), tuple(signature.outputs), equal_axes(model))
@@ -249,7 +251,7 @@ def _export(
     flat: fx.GraphModule, leaves: list[object], free: Mapping[str, list[int]]
 ) -> torch.export.ExportedProgram:
     placeholders = flat.graph.find_nodes(op="placeholder")
-    axes = [free.get(str(node.target), free_axes(node)) for node in placeholders]
+    axes = [free.get(str(node.target), file_axes(node)) for node in placeholders]
     examples = tuple(doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True))
     shapes = tuple(dict.fromkeys(each, Dim.AUTO) or None for each in axes)
     try:

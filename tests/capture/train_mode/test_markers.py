@@ -94,11 +94,37 @@ def test_an_activation_over_a_fresh_value_becomes_pure():
     assert found == ["aten.linear.default", "aten.add.Tensor", "aten.clamp.default"]
 
 
-def test_a_value_with_another_reader_stays():
+def test_a_value_that_is_read_before_and_after_becomes_pure():
     def forward(fc, x):
         y = fc(x)
         twice = y * 2
-        return twice + y.relu_()
+        y.relu_()
+        return twice + y
+
+    found = ops(forward, MATRIX)
+    assert found == ["aten.linear.default", "aten.mul.Tensor", "aten.relu.default", "aten.add.Tensor"]
+
+
+def test_values_written_at_indices_become_pure():
+    def forward(fc, x):
+        order = torch.argsort(x[:, 0])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(x))
+        values, experts = fc(x).topk(2)
+        values /= values.sum(-1, keepdim=True)
+        return values[back] * 2 + experts
+
+    found = ops(forward, MATRIX)
+    assert {"aten.index_put.default", "aten.div.Tensor"} <= {*found}
+    assert not [name for name in found if "_.default" in name or "_.Tensor" in name]
+
+
+def test_a_value_of_which_there_is_a_view_stays():
+    def forward(fc, x):
+        y = fc(x)
+        row = y[0]
+        y.relu_()
+        return row + y
 
     assert "aten.relu_.default" in ops(forward, MATRIX)
 
