@@ -114,7 +114,7 @@ class _Axes:
 
 def _axes(factor: Port, factors: list[Port]) -> _Axes | None:
     """``None`` if several axes are of its own or summed."""
-    node, (left, right) = factor.user, factors
+    node, left = factor.user, factors[0]
     if not isinstance(node.args[0], str):  # of an einsum the equation
         return _Axes(-2, -1, -2) if factor is left else _Axes(-1, -2, -1)
     terms, _, output = node.args[0].replace(" ", "").partition("->")

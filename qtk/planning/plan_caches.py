@@ -145,7 +145,7 @@ def _plan(
     """Quantizes keys or values on their way to ``port``. Returns: the site; ``None`` if they have been rounded."""
     root = way[0].node
     is_merge = _holds_a_cache(draft.flow, root)
-    if setting.granularity == "per_token" and (is_merge or is_input(root) and _holds_a_cache(draft.flow, port.user)):
+    if setting.granularity == "per_token" and (is_merge or (is_input(root) and _holds_a_cache(draft.flow, port.user))):
         if draft.values.pop(root, None) is not None:
             draft.floats[root] = "its keys or values have been rounded, each with a range of its own"
         return None

@@ -106,8 +106,8 @@ def plan(
 
     Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule, or ``kv_cache``, has no effect, or if nothing would be
-        quantized though the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
-        excluded, or an op with weights reads complex or sparse tensors.
+        quantized though the config asks for it; CaptureError if the example inputs did not reach a module with
+        parameters that is not excluded, or an op with weights reads complex or sparse tensors.
     """
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)

@@ -179,4 +179,5 @@ def test_a_cache_in_buffers():
     assert leaders["getitem_1:out"] == leaders["keys:input"] != leaders["getitem_2:out"] == leaders["values:input"]
     sim.compute_encodings([(X[:1, at:at + 3], torch.arange(at, at + 3)) for at in (0, 3)], progress=False)
     before = [sim.model(X[:1, at:at + 3], torch.arange(at, at + 3)) for at in (0, 3)]
-    assert before[0].isfinite().all() and torch.equal(sim.model.keys[:, :, 6:], torch.zeros(1, 2, 3, 8))
+    assert before[0].isfinite().all()
+    assert torch.equal(sim.model.keys[:, :, 6:], torch.zeros(1, 2, 3, 8))
