@@ -66,7 +66,6 @@ from qtk.operators.op_table import OP_NAMES, PAD_WITH_VALUE, PYTHON, op_name
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
-from qtk.planning.plan_caches import plan_caches, share_caches
 from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
@@ -145,6 +144,8 @@ def plan(
         sites |= {site: plan for site, plan in planned.items() if site not in decided}
         unquantized |= {site: reason for site, reason in left_out.items() if site not in decided}
     if config.kv_cache is not None:
+        from qtk.planning.plan_caches import share_caches  # loaded here: few configs speak of caches
+
         sites = share_caches(drafts, sites)
     unquantized |= _follows_nothing(sites)
     sites = {site: plan for site, plan in sites.items() if site not in unquantized}
@@ -206,11 +207,17 @@ def run_passes(draft: Draft) -> None:
         each.run(draft)
 
 
+def _plan_caches(draft: Draft) -> None:
+    from qtk.planning.plan_caches import plan_caches  # loaded here: few configs speak of caches
+
+    plan_caches(draft)
+
+
 PASSES = (
     Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
     Pass(plan_values),
     Pass(plan_parameters),
-    Pass(plan_caches, frozenset({Fact.KV_CACHE})),
+    Pass(_plan_caches, frozenset({Fact.KV_CACHE})),
     Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
     Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
     Pass(plan_biases, frozenset({Fact.INT32_BIASES})),
