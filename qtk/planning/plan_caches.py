@@ -159,7 +159,8 @@ def _plan(
             f"{value_site(moved.node)}: keys or values {list(moved.node.meta['val'].shape)}, of which the axes of "
             f"heads, tokens and width are not told apart; write {KEY}: {{dtype: {setting.dtype}, granularity: "
             "per_tensor}")
-    plan = draft.site_plan(draft.activation_spec(moved.node, decision), decision, "keys or values")
+    plan = replace(draft.site_plan(draft.activation_spec(moved.node, decision), decision, "keys or values"),
+                   is_cache=True)
     if place is None:
         draft.edges[edge_site(port)] = plan
         return edge_site(port)
