@@ -103,6 +103,24 @@ def test_pieces_of_one_product_and_one_head():
     assert {decided.spec.granularity.qparam_shape((2, 1, 6, 8)) for decided in found.values()} == {(1,)}
 
 
+class Learned(nn.Module):
+    """Values that are parameters, which no cache holds, and keys that queries are too."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.values = nn.Linear(16, 8), nn.Parameter(torch.randn(2, 2, 6, 4))
+
+    def forward(self, x):
+        k = self.k(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(k, k, self.values)
+
+
+@pytest.mark.medium
+def test_keys_that_are_queries_are_rounded_where_attention_reads_them():
+    assert {name: str(decided.spec) for name, decided in of_caches(planned(config("per_head"), Learned)).items()} == {
+        "attention:in[1]": "int8 per_channel(axis=1) symmetric"}
+
+
 @pytest.mark.medium
 def test_errors():
     with pytest.raises(SpecError, match=r"the axes of heads, tokens and width are not told apart; write kv_cache: "
