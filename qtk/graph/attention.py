@@ -54,7 +54,7 @@ def attentions(graph: fx.Graph, flow: Flow) -> Iterator[AttentionReads]:
     ...         return (q @ k.mT / 4).softmax(-1) @ v
     >>> graph = qtk.prepare_model(Head(), (torch.randn(2, 3, 8),) * 3).graph
     >>> [(each.keys.port.value.name, each.values.port.value.name) for each in attentions(graph, Flow(graph))]
-    [('numpy_t', 'v')]
+    [('m_t', 'v')]
     """
     for node in graph.nodes:
         row = flow.row(node)
