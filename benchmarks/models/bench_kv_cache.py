@@ -6,7 +6,13 @@ and simulation carry their own caches. Once the cache alone is quantized, once a
 loop of the file is compared with that of the simulation, and timed, with states in float and as codes. No time is
 printed of a file whose loop, optimizations off, is below ``LEAST_DB`` from the simulation. fp8 has no codes in files.
 
-    python benchmarks/models/bench_kv_cache.py
+The last table is of a Llama of bytes, 2 layers of width 96 with 4 heads of queries and 2 of keys, trained for a minute
+on the sources of Python's standard library, with ``kv_cache`` of the config, in one call and by a cache that is
+carried from call to call: perplexity and Kullback-Leibler divergence from float on files that were held out, the
+largest difference of the logits between one call and a cache in pieces, and of how many prompts the greedy tokens with
+a cache are those without. It needs transformers (``pip install 'qtk[hf]'``).
+
+    python benchmarks/models/bench_kv_cache.py [--only-language]
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -39,6 +46,12 @@ SHOWN = 1, 16, 32, 48, 64
 """Decode steps whose SQNR is printed."""
 
 LEAST_DB = 30.0
+
+LENGTH, HELD_OUT, CALIBRATION, PROMPTS, NEW = 96, 64, 16, 4, 64
+"""Of the language model: bytes of a sample, samples for the perplexity and for calibration, prompts, greedy tokens."""
+
+KV_CACHES = [(dtype, granularity) for granularity in ("per_head", "per_tensor", "per_token")
+             for dtype in ("int8", "fp8_e4m3")]
 
 Cache = list[tuple[Tensor, Tensor]]
 
@@ -158,13 +171,122 @@ def run(sim: qtk.QuantSim, file: Path, data: qtk.Sequences, *, optimized: bool) 
     return exact, sum(each.nbytes for each in states.values()), elapsed_ms
 
 
+def sources() -> tuple[Tensor, Tensor]:
+    """The bytes of the standard library, of nine files in ten, and of the others."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+             for path in sorted(folder.glob("*.py")) if path.stat().st_size]
+    return torch.cat([each for index, each in enumerate(files) if index % 10]).long(), torch.cat(files[::10]).long()
+
+
+def samples(data: Tensor, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([data[at:at + LENGTH] for at in torch.randint(0, len(data) - LENGTH, (count,),
+                                                                     generator=generator)])
+
+
+def trained_language(data: Tensor, steps: int) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
+    for step in range(steps):
+        x = samples(data, 12, step)
+        loss = model(input_ids=x, labels=x, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    print(f"language model trained {steps} steps, cross entropy {loss.item():.3f}", flush=True)
+    return model.eval()
+
+
+def language_simulation(
+    model: Any, ids: Tensor, calibration: Tensor, target: str | None, kv_cache: dict[str, str] | None
+) -> qtk.QuantSim:
+    """Of the cache alone, or beside what a target quantizes; a graph for a prompt and one that takes a cache."""
+    import transformers
+
+    with torch.no_grad():
+        given = model(input_ids=ids[:, :9], cache=transformers.DynamicCache()).cache
+    first = {"input_ids": ids, "cache": transformers.DynamicCache()}
+    base: dict[str, Any] = {"version": 1, "rules": [{"match": {"path": "*"}, "output": "float"}]}
+    base = base if target is None else {"version": 1, "extends": target}
+    sim = qtk.QuantSim(model, first, variants=[{"input_ids": ids[:, 9:12], "cache": given}], dynamic_shapes="all",
+                       config={**base, "kv_cache": kv_cache}, **({"weight_bits": None} if target is None else {}))
+    sim.compute_encodings([{"input_ids": calibration, "cache": transformers.DynamicCache()}], progress=False)
+    return sim
+
+
+def in_pieces(model: Any, ids: Tensor) -> Tensor:
+    """Logits by a cache that is carried on: a prompt, a piece, then byte by byte."""
+    import transformers
+
+    cache, logits = transformers.DynamicCache(), []
+    with torch.no_grad():
+        for piece in (ids[:, :20], ids[:, 20:30], *ids[:, 30:40].split(1, 1)):
+            output = model(input_ids=piece, cache=cache)
+            cache = output.cache
+            logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def language(steps: int) -> None:
+    """Prints the table of the language model."""
+    import transformers
+
+    seen, unseen = sources()
+    model = trained_language(seen, steps)
+    ids, calibration = samples(seen, 2, 1)[:, :16], samples(seen, CALIBRATION, 3)
+    held_out = samples(unseen, HELD_OUT, 2)
+    batches = [{"input_ids": each, "cache": transformers.DynamicCache()} for each in held_out.split(16)]
+    before = qtk.perplexity(model, [{"input_ids": each["input_ids"]} for each in batches], progress=False)
+    print(f"\nfloat perplexity {before:.4f}\n\n| weights | kv_cache | perplexity | - that without kv_cache | "
+          "KL, 1e-6 | one call - pieces | greedy equal |\n|---|---|---|---|---|---|---|", flush=True)
+    for target in (None, "vllm_w8a8"):
+        base = before
+        for kv_cache in KV_CACHES if target is None else (None, ("int8", "per_head"), ("fp8_e4m3", "per_tensor")):
+            setting = None if kv_cache is None else dict(zip(("dtype", "granularity"), kv_cache, strict=True))
+            sim = language_simulation(model, ids, calibration, target, setting)
+            found = qtk.perplexity(sim, batches, progress=False)
+            base = found if kv_cache is None else base
+            divergence = qtk.divergence(sim, batches, progress=False).mean
+            with torch.no_grad():
+                whole = sim.model(input_ids=held_out[:4, :40], cache=transformers.DynamicCache()).logits
+            apart = (whole - in_pieces(sim.model, held_out[:4, :40])).abs().max().item()
+            print(f"| {target or 'float'} | {' '.join(kv_cache or ('float',))} | {found:.4f} | {found - base:+.4f} | "
+                  f"{divergence * 1e6:.0f} | {apart:.1e} | {greedy(sim, held_out[:PROMPTS, :20])} of {PROMPTS} |",
+                  flush=True)
+
+
+def greedy(sim: qtk.QuantSim, prompts: Tensor) -> int:
+    """Of how many prompts the greedy tokens with a cache are those without."""
+    simulated = sim.to_original()
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    tokens = [simulated.generate(prompts, use_cache=use_cache, **arguments) for use_cache in (True, False)]
+    return int((tokens[0] == tokens[1]).all(1).sum())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training-steps", type=int, default=600)
+    parser.add_argument("--language-steps", type=int, default=400)
+    parser.add_argument("--only-language", action="store_true")
     parser.add_argument("--target", default="onnxruntime")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if not arguments.only_language:
+        states_in_loops(arguments)
+    language(arguments.language_steps)
+
+
+def states_in_loops(arguments: argparse.Namespace) -> None:
+    """Prints the tables of the decoder of characters."""
     data = characters()
     model = trained(data, arguments.training_steps)
     calibration, held_out = sequences(data, 1, 4), sequences(data, 2, 4)

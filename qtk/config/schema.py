@@ -127,9 +127,9 @@ class Io(Frozen):
 
 
 class KvCache(Frozen):
-    """How the keys and values of every attention are quantized, as a cache holds them, whatever rules say of activations.
+    """How the keys and values of every attention are quantized, whatever rules say of activations.
 
-    Keys are those behind the rotary embedding. Codes are symmetric.
+    They are rounded as a cache holds them, keys behind the rotary embedding. Codes are symmetric.
 
     Args:
         dtype: the number format.

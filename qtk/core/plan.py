@@ -26,6 +26,7 @@ class SitePlan:
         min_fill: the share of ``range`` that data must fill, or the range is calibrated within it; 0: always fixed.
         bounds: lower and upper limit of the calibrated range; ``None``: no limit.
         leader: the site whose quantizer, and so whose encoding, this one shares.
+        is_cache: keys or values of attention, as a cache holds them.
         factors: of an int32 bias, the sites of the input and the weight of its op: its scale is the product of theirs.
         reason: the rule that decided it, in words.
     """
@@ -38,6 +39,7 @@ class SitePlan:
     bounds: tuple[float | None, float | None] | None = None
     leader: Site | None = None
     factors: tuple[Site, Site] | None = None
+    is_cache: bool = False
     reason: str = ""
 
     @property

@@ -6,11 +6,12 @@
      "dynamic": {"relu:out": {...}, ...},
      "masked": {"add:out": "carries a mask: ...", ...}}
 
-``parameters`` holds the role of each site that is made from parameters alone, ``weights``, ``biases`` or ``constants``;
-files of older versions lack it. ``dynamic`` holds the specs of sites with dynamic quantization, and ``masked`` the
-sites that calibration left in float for the mask they carry, each with the reason, if there are any; ``target`` beside
-``producer`` names the target, where the config has one with a runtime. Scales are written as the exact decimal value of
-the float32, so every bit survives; their nesting is the shape.
+``parameters`` holds the role of each site that is made from parameters alone, ``weights``, ``biases`` or ``constants``,
+and of keys and values that ``kv_cache`` quantizes, ``caches``; files of older versions lack it. ``dynamic`` holds the
+specs of sites with dynamic quantization, and ``masked`` the sites that calibration left in float for the mask they
+carry, each with the reason, if there are any; ``target`` beside ``producer`` names the target, where the config has one
+with a runtime. Scales are written as the exact decimal value of the float32, so every bit survives; their nesting is
+the shape.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from qtk.export.quantized_file import TensorRole
 FORMAT = "qtk.encodings"
 VERSION = 1
 
-PARAMETER_ROLES: tuple[TensorRole, ...] = ("weights", "biases", "constants")
+PARAMETER_ROLES: tuple[TensorRole, ...] = ("weights", "biases", "constants", "caches")
 
 
 def export(

@@ -24,6 +24,7 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
                 "bounds": None if decided.bounds is None else list(decided.bounds),
                 "leader": None if decided.leader is None else _site_to_json(decided.leader),
                 **({} if decided.factors is None else {"factors": [_site_to_json(site) for site in decided.factors]}),
+                **({"is_cache": True} if decided.is_cache else {}),
                 "reason": decided.reason,
             }
             for site, decided in plan.items()
@@ -65,7 +66,8 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
             range=None if known is None else (float(known[0]), float(known[1])),
             min_fill=float(str(rest.get("min_fill", 0.0))),
             bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
-            leader=None if leader is None else _site(leader), factors=_factors(factors), reason=reason,
+            leader=None if leader is None else _site(leader), factors=_factors(factors),
+            is_cache=rest.get("is_cache") is True, reason=reason,
         )
     except (SpecError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise EncodingError(f"not a plan for a site: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 FileFormat: TypeAlias = Literal["onnx", "pt2e", "encodings"]
-TensorRole: TypeAlias = Literal["activations", "weights", "biases", "constants"]
+TensorRole: TypeAlias = Literal["activations", "weights", "biases", "constants", "caches"]
 
 QUANTIZE, OUTPUT = "quantize", "output"
 """Kinds of what reads a value besides ops: a quantizer, and the output of the file."""
@@ -19,7 +19,8 @@ class FileTensor:
 
     Args:
         name: its site, or the node that dequantizes it.
-        role: what it is to the ops that read it; ``activations`` are computed at run time.
+        role: what it is to the ops that read it; ``activations`` are computed at run time, and so are
+            ``caches``, keys and values of attention, of which no rule speaks.
         readers: kinds of the ops that read it, directly or through data movement; empty where the format has no ops.
         dtype: its number format, as configs name it.
         granularity: ``per_tensor``, ``per_channel``, ``per_token`` or ``per_block``.

@@ -1,4 +1,4 @@
-"""What quantized parameters are to the ops that read them."""
+"""What quantized parameters are to the ops that read them, and which sites are of caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qtk.graph.sites import SITE, label
 
 
 def parameter_roles(simulation: Simulation) -> dict[str, TensorRole]:
-    """Site → role, of the sites of values that are made from parameters alone; in graph order.
+    """Site → role, of the sites of values that are made from parameters alone, and of keys and values; in graph order.
 
     >>> import qtk, torch
     >>> sim = qtk.QuantSim(torch.nn.Linear(8, 4), torch.randn(2, 8), config="onnxruntime")
@@ -22,7 +22,8 @@ def parameter_roles(simulation: Simulation) -> dict[str, TensorRole]:
     {'weight': 'weights', 'bias': 'biases'}
     """
     static = {site.name for site, decided in simulation.plan.items() if decided.static}
-    roles: dict[str, TensorRole] = {}
+    roles: dict[str, TensorRole] = {
+        site.name: "caches" for site, decided in simulation.plan.items() if decided.is_cache}
     for graph in graphs(simulation.model).values():
         flow = Flow(graph.graph)
         for node, quantizer in quantizer_nodes(graph).items():

@@ -54,7 +54,7 @@ def attentions(graph: fx.Graph, flow: Flow) -> Iterator[AttentionReads]:
     ...         return (q @ k.mT / 4).softmax(-1) @ v
     >>> graph = qtk.prepare_model(Head(), (torch.randn(2, 3, 8),) * 3).graph
     >>> [(each.keys.port.value.name, each.values.port.value.name) for each in attentions(graph, Flow(graph))]
-    [('numpy_t', 'v')]
+    [('m_t', 'v')]
     """
     for node in graph.nodes:
         row = flow.row(node)
@@ -114,7 +114,7 @@ class _Axes:
 
 def _axes(factor: Port, factors: list[Port]) -> _Axes | None:
     """``None`` if several axes are of its own or summed."""
-    node, (left, right) = factor.user, factors
+    node, left = factor.user, factors[0]
     if not isinstance(node.args[0], str):  # of an einsum the equation
         return _Axes(-2, -1, -2) if factor is left else _Axes(-1, -2, -1)
     terms, _, output = node.args[0].replace(" ", "").partition("->")

@@ -23,9 +23,10 @@ class Flow:
     Args:
         graph: the graph; ``losses``: its ops that compute a loss, see ``loss_nodes``.
         is_nested: whether it is inside a composite, whose weights are inputs of the graph.
+        with_excluded: whether ops of excluded modules have rows.
     """
 
-    def __init__(self, graph: fx.Graph, *, is_nested: bool = False) -> None:
+    def __init__(self, graph: fx.Graph, *, is_nested: bool = False, with_excluded: bool = False) -> None:
         self._is_nested = is_nested
         self._static: dict[fx.Node, bool] = {}
         self._rows: dict[fx.Node, OpRow | None] = {}
@@ -34,7 +35,7 @@ class Flow:
         self.losses = set() if is_nested else loss_nodes(graph)
         for node in graph.nodes:
             self._static[node] = not is_input(node) and all(self._static[arg] for arg in node.all_input_nodes)
-            in_float = label(node, EXCLUDED) or node in self.losses or is_state(node)
+            in_float = (label(node, EXCLUDED) and not with_excluded) or node in self.losses or is_state(node)
             self._rows[node] = None if in_float else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:

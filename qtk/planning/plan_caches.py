@@ -142,8 +142,13 @@ def _holds_a_cache(flow: Flow, node: fx.Node) -> bool:
 def _plan(
     draft: Draft, setting: KvCache, port: Port, way: list[_Moved], ports: Set[tuple[fx.Node, int]]
 ) -> Site | None:
-    """Quantizes keys or values on their way to ``port``. Returns: the site; ``None`` if they have been rounded."""
+    """Quantizes keys or values on their way to ``port``.
+
+    Returns: the site; ``None`` if they have been rounded, or are parameters.
+    """
     root = way[0].node
+    if draft.flow.is_static(root):
+        return None
     is_merge = _holds_a_cache(draft.flow, root)
     if setting.granularity == "per_token" and (is_merge or (is_input(root) and _holds_a_cache(draft.flow, port.user))):
         if draft.values.pop(root, None) is not None:
@@ -159,7 +164,8 @@ def _plan(
             f"{value_site(moved.node)}: keys or values {list(moved.node.meta['val'].shape)}, of which the axes of "
             f"heads, tokens and width are not told apart; write {KEY}: {{dtype: {setting.dtype}, granularity: "
             "per_tensor}")
-    plan = draft.site_plan(draft.activation_spec(moved.node, decision), decision, "keys or values")
+    plan = replace(draft.site_plan(draft.activation_spec(moved.node, decision), decision, "keys or values"),
+                   is_cache=True)
     if place is None:
         draft.edges[edge_site(port)] = plan
         return edge_site(port)

@@ -67,7 +67,6 @@ from qtk.operators.op_table import OP_NAMES, PYTHON
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
-from qtk.planning.plan_caches import plan_caches, share_caches
 from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
@@ -107,8 +106,8 @@ def plan(
 
     Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule, or ``kv_cache``, has no effect, or if nothing would be
-        quantized though the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
-        excluded, or an op with weights reads complex or sparse tensors.
+        quantized though the config asks for it; CaptureError if the example inputs did not reach a module with
+        parameters that is not excluded, or an op with weights reads complex or sparse tensors.
     """
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
@@ -146,6 +145,8 @@ def plan(
         sites |= {site: plan for site, plan in planned.items() if site not in decided}
         unquantized |= {site: reason for site, reason in left_out.items() if site not in decided}
     if config.kv_cache is not None:
+        from qtk.planning.plan_caches import share_caches  # loaded here: few configs speak of caches
+
         sites = share_caches(drafts, sites)
     unquantized |= _follows_nothing(sites)
     sites = {site: plan for site, plan in sites.items() if site not in unquantized}
@@ -207,11 +208,17 @@ def run_passes(draft: Draft) -> None:
         each.run(draft)
 
 
+def _plan_caches(draft: Draft) -> None:
+    from qtk.planning.plan_caches import plan_caches  # loaded here: few configs speak of caches
+
+    plan_caches(draft)
+
+
 PASSES = (
     Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
     Pass(plan_values),
     Pass(plan_parameters),
-    Pass(plan_caches, frozenset({Fact.KV_CACHE})),
+    Pass(_plan_caches, frozenset({Fact.KV_CACHE})),
     Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
     Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
     Pass(plan_biases, frozenset({Fact.INT32_BIASES})),

@@ -117,6 +117,14 @@ def test_a_config_extends_another_field_by_field():
     assert (found.io.inputs, found.io.outputs) == ("quantized", "float")
 
 
+def test_a_cache_is_that_of_the_extension(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text("{version: 1, kv_cache: {dtype: int8, granularity: per_head}}")
+    assert load_config({"version": 1, "extends": str(base)}).kv_cache.granularity == "per_head"
+    extended = load_config({"version": 1, "extends": str(base), "kv_cache": {"dtype": "fp8_e4m3"}}).kv_cache
+    assert (extended.dtype, extended.granularity) == ("fp8_e4m3", "per_tensor")
+
+
 def test_extending_something_unknown_names_the_nearest():
     with pytest.raises(ConfigError, match="default"):
         load_config({"version": 1, "extends": "defalt"})

@@ -34,7 +34,7 @@ def caches_of(model: nn.Module) -> dict[str, list[Quantizer]]:
     """Name of the scale of the keys, or values, of each attention → what quantizes them; empty without any."""
     found: dict[str, list[Quantizer]] = {}
     for graph in roots(model).values():
-        flow = Flow(graph.graph)
+        flow = Flow(graph.graph, with_excluded=True)
         for reads in attentions(graph.graph, flow):
             for name, operand in zip(NAMES, (reads.keys, reads.values), strict=True):
                 own = [each for each in cache_quantizers(flow, operand) if each.mode is Mode.SIMULATE]
