@@ -264,10 +264,12 @@ def test_readers_of_one_value_on_edges_of_one_spec_share_the_first_encoding():
 
 
 def test_symmetric_parameters_of_at_most_3_bits_may_clip_where_nothing_names_a_scheme():
+    prepared = prepare_model(nn.Linear(4, 3), torch.zeros(1, 4))
+
     def scheme_of(bits, weight=None, scheme="min_max"):
         rules = [{"match": {"op": ["linear"]}, "weight": weight}] if weight else []
         config = {"version": 1, "defaults": {"weight": {"symmetric": True}}, "rules": rules}
-        made = qtk.QuantSim(nn.Linear(4, 3), torch.zeros(1, 4), scheme=scheme, weight_bits=bits, config=config)
+        made = qtk.QuantSim(prepared, torch.zeros(1, 4), scheme=scheme, weight_bits=bits, config=config)
         return {site.name: decided.scheme for site, decided in made.plan.items()}
 
     assert [scheme_of(bits)["weight"] for bits in (2, 3, 4)] == ["abs_max", "abs_max", "min_max"]
