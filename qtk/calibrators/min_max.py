@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,8 +30,14 @@ class MinMax:
         return encodings_of_ranges(observers, specs)
 
 
-def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-    """The encoding of the range of each observer. Raises: CalibrationError if a scale saw nothing."""
+def encodings_of_ranges(
+    observers: Sequence[Observer], specs: Sequence[QuantSpec],
+    adapted: Callable[[Tensor, Tensor, QuantSpec], tuple[Tensor, Tensor]] = lambda low, high, spec: (low, high),
+) -> list[Encoding]:
+    """The encoding of the range of each observer, ``adapted`` to its spec.
+
+    Raises: CalibrationError if a scale saw nothing.
+    """
     bounds: list[Tensor] = []
     for observer in observers:
         assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
@@ -42,7 +48,7 @@ def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec
     device = bounds[0].device if bounds else HOST
     on_host = moved(bounds, HOST)
     ranges = zip(on_host[::2], on_host[1::2], specs, strict=True)
-    return encodings_to([encoding_of_range(low, high, spec) for low, high, spec in ranges], device)
+    return encodings_to([encoding_of_range(*adapted(low, high, spec), spec) for low, high, spec in ranges], device)
 
 
 def encoding_of_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> Encoding:

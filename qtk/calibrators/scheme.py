@@ -33,6 +33,7 @@ class Calibrator(Protocol):
 
 SCHEMES = Registry[Calibrator]("scheme")
 SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
+SCHEMES.add_made("abs_max", "qtk.calibrators.abs_max", "AbsMax")
 SCHEMES.add_made("moving_average", "qtk.calibrators.moving_average", "MovingAverage")
 SCHEMES.add_made("percentile", "qtk.calibrators.percentile", "Percentile")
 SCHEMES.add_made("mse", "qtk.calibrators.mse", "Mse")

@@ -12,6 +12,7 @@ from torch import fx
 from qtk.calls.inputs import is_free
 from qtk.config.schema import Io
 from qtk.config.tensor_setting import TensorSetting
+from qtk.core.dtypes import FloatDtype
 from qtk.core.granularity import PerChannel
 from qtk.core.needs import found_where
 from qtk.core.plan import SitePlan
@@ -43,6 +44,9 @@ Key: TypeAlias = fx.Node | Site
 """Of the plan of a value, or of an edge."""
 
 Found = TypeVar("Found")
+
+FEW_BITS = 3
+"""Bits of a parameter in which half a code clipped at the positive end costs less than codes farther apart."""
 
 OF_FORMULAS = frozenset({"mul", "div", "neg", "pow"})
 OF_COUNTS = frozenset({Trait.INTEGERS, Role.COUNT, Role.CREATE, Trait.WRITES})
@@ -252,13 +256,18 @@ class Draft:
         known = None if static else decision.setting.range
         return SitePlan(
             spec,
-            decision.setting.scheme or self.scheme,
+            decision.setting.scheme or self._scheme_of(spec, static),
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
             min_fill=0.0 if known is None else decision.setting.min_fill or 0.0,
             bounds=decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
+
+    def _scheme_of(self, spec: QuantSpec, static: bool) -> str:
+        """The scheme where no rule names one; of symmetric parameters in few bits it lets the positive end clip."""
+        is_few = static and spec.symmetric and not isinstance(spec.dtype, FloatDtype) and spec.dtype.bits <= FEW_BITS
+        return "abs_max" if is_few and self.scheme == "min_max" else self.scheme
 
     def counts(self, node: fx.Node) -> bool:
         """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""
