@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import qtk
-from qtk.workflow.divergence import divergence_of
+from qtk.analysis.divergence import divergence_of
 
 SETTINGS = {"W4 g128": (4, 128), "W3 g128": (3, 128), "W2 g32": (2, 32)}
 LENGTH, CALIBRATION, HELD_OUT, BATCH = 192, 64, 96, 8

@@ -118,7 +118,7 @@ def check_inputs(
 
     Raises: CaptureError naming the input, its value and the value at capture.
     """
-    leaves = _leaves_by_name(graph, args, kwargs)
+    leaves = leaves_of_call(graph, args, kwargs)
     placeholders = graph.find_nodes(op="placeholder")
     if leaves is None or len(leaves) != len(placeholders):
         return
@@ -155,7 +155,7 @@ def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     """
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     passed = pytree.tree_leaves((args, dict(kwargs)))
-    leaves = passed if call_structure(graph) is None else _leaves_by_name(graph, args, kwargs)
+    leaves = passed if call_structure(graph) is None else leaves_of_call(graph, args, kwargs)
     if leaves is None or not len(passed) == len(leaves) == len(names):
         raise CaptureError(
             f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(passed)}, or nested "
@@ -164,10 +164,10 @@ def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     return leaves
 
 
-def _leaves_by_name(
+def leaves_of_call(
     graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[object] | None:
-    """The arguments in the order of the placeholders, as the generated ``forward`` binds them, if it can."""
+    """The leaves of a call in the order of the placeholders; ``None`` if they are nested otherwise, or flat."""
     info = call_structure(graph)
     if info is None:
         return None

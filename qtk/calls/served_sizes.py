@@ -13,6 +13,9 @@ from qtk.errors import CaptureError
 Axis = tuple[str, int]
 """The name of a graph's input, and one of its axes."""
 
+SIZES = "qtk_sizes"
+"""Key of the ``meta`` of a graph: the sizes that it serves."""
+
 BATCH, ALL, LATE, GIVEN, STATIC = "batch", "all", "late", "given", "static"
 """Which sizes a capture was asked to free: axis 0, every axis, every axis but that took too long, those of explicit
 dynamic shapes, none."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qtk.calls.calls import Call, distinct, with_rows
-from qtk.calls.served_sizes import ServedSizes
+from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
@@ -28,7 +28,7 @@ from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph
+from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph
 from qtk.capture.recurrent_tracing import takes_packed
 from qtk.capture.scans import scans_as_ops
 from qtk.capture.torch_export import RUNGS, capture

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from qtk.calls.calls import Call, detached, distinct
 from qtk.calls.inputs import is_free
-from qtk.calls.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
+from qtk.calls.served_sizes import BATCH, SIZES, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.free_shapes import LeafAxis, leaf_numbers
-from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
+from qtk.capture.prepared_model import REPORT, PreparedGraph
 from qtk.capture.recurrent_tracing import packing_checked
 from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
 from qtk.errors import OUT_OF_MEMORY

@@ -15,13 +15,14 @@ from torch.fx.graph import PythonCode
 
 from qtk.calls.calls import Call, cloned
 from qtk.calls.containers import register_structure
-from qtk.calls.inputs import as_captured, check_inputs, input_leaves
-from qtk.calls.served_sizes import ServedSizes
+from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_call
+from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import call_kind, input_names
+from qtk.capture.known_calls import KnownCalls
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.untouched import PARENT
 from qtk.errors import CaptureError
-from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.captured_graph import BOUND, CapturedGraph, is_watched
 from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
@@ -32,10 +33,13 @@ from qtk.torch_private import MODULE_TABLES, call_structure, has_hooks, hooks, p
 Model = TypeVar("Model", bound="PreparedModel")
 
 REPORT, SIGNATURE, KIND, EXAMPLES = "report", "qtk_signature", "qtk_kind", "qtk_examples"
-WRITES, WARNED, ATTRIBUTES, SIZES = "qtk_writes", "qtk_warned", "qtk_attributes", "qtk_sizes"
+WRITES, WARNED, ATTRIBUTES = "qtk_writes", "qtk_warned", "qtk_attributes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the kind of call that the
 graph is of, the calls the model was captured with, whether the original writes to its inputs, whether ``train`` has
-warned, what can be read of the original, the sizes that the graph serves."""
+warned, what can be read of the original."""
+
+KNOWN = "qtk_known"
+"""Attribute of a graph: the calls that it, or a variant of it, is known to serve."""
 
 
 class PreparedModel(nn.Module):
@@ -143,17 +147,28 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        graph = self.variant(args, kwargs)
-        if graph is not self:
-            if has_hooks(self) and not torch.compiler.is_dynamo_compiling() and not hooks(self) <= hooks(graph):
-                warnings.warn(
-                    "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
-                    "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
-                )
-            return graph(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            args, kwargs = self._checked(args, kwargs)
-        return super().__call__(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            graph = self.variant(args, kwargs)
+            return super().__call__(*args, **kwargs) if graph is self else graph(*args, **kwargs)
+        known: KnownCalls = self.__dict__.setdefault(KNOWN, KnownCalls())
+        given, structure = pytree.tree_flatten((args, kwargs))
+        found = known.find(structure, given)
+        if found is None:
+            graph = self.variant(args, kwargs)
+            assert isinstance(graph, PreparedGraph)
+            args, kwargs = graph._checked(args, kwargs)
+            leaves = leaves_of_call(graph.graph, args, kwargs)
+            known.add(graph, structure, given, leaves or ())
+        else:
+            graph, leaves = found
+        if graph is not self and has_hooks(self) and not hooks(self) <= hooks(graph):
+            warnings.warn(
+                "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
+                "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
+            )
+        if leaves is not None and BOUND in graph.__dict__ and not is_watched():
+            return graph.__dict__[BOUND](*leaves)
+        return nn.Module.__call__(graph, *args, **kwargs)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""

@@ -14,7 +14,7 @@ from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
 from qtk.operators.targets import MEMBERS, MODULE_STACK
-from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes
+from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes, is_traced
 
 HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
@@ -26,10 +26,17 @@ ACTING = "_qtk_acting"
 """Attribute of a module whose code is in a graph: name → path of the attribute that acts in the place of its own."""
 REVISION = "qtk_revision"
 """Key of ``meta``: a number that no other code of a graph has had."""
+BOUND = "qtk_bound"
+"""Attribute of a graph while it is bound: the function that its calls without gradients run."""
 
 _REVISIONS = itertools.count(1)
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def is_watched() -> bool:
+    """Whether gradients are recorded, or a compiler, tracer, dispatch mode or function transform is active."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or is_traced()
 
 
 def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
@@ -81,6 +88,10 @@ class CapturedGraph(fx.GraphModule):
             if node.op in ("get_attr", "call_module"):
                 node.target = self.target(str(node.target))
         self.graph = graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.__dict__.get(BOUND)
+        return super().__call__(*args, **kwargs) if run is None or kwargs or is_watched() else run(*args)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from qtk.calls.calls import Call, detached
 from qtk.calls.containers import is_cache
 from qtk.calls.signature import signature_of
+from qtk.capture.bound_graph import BoundModel
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
 from qtk.capture.verify_prepared import output_difference
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.graphs import entered, graphs, roots
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import entered, graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
@@ -30,6 +32,9 @@ from qtk.torch_private import call_structure, pytree
 
 SIMULATION = "simulation"
 """The submodule of a model of the user's class that runs its simulation."""
+
+BOUND_MODEL = "bound_simulation"
+"""Its attribute by which ``generate`` runs that faster."""
 
 USE_CACHE, RETURN_DICT = FLAGS = ("use_cache", "return_dict")
 """Arguments of transformers' models that a captured graph has decided, and that ``generate`` passes all the same."""
@@ -46,11 +51,13 @@ class Interface:
         signature: the signature of its ``forward``; ``None`` if it has none.
         accepted: the names of the arguments that one of the graphs takes.
         defaults: flag → its value where a call leaves it out; ``None`` where a config decides.
+        empty_caches: the arguments of the examples that are caches of no token yet.
     """
 
     signature: inspect.Signature | None
     accepted: Collection[str]
     defaults: Mapping[str, object]
+    empty_caches: Mapping[str, object]
 
 
 @public
@@ -128,6 +135,7 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     made.__dict__.update(vars(root))
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
     made.__dict__["_modules"] = {SIMULATION: model}
+    made.__dict__[BOUND_MODEL] = BoundModel(model)
     made.training = model.training
     settings = vars(root).get("generation_config")
     if settings is not None and not _takes_cache(model, interface.signature):
@@ -136,14 +144,14 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
 
 
 def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate`` with each weight quantized once: nobody else changes it between two tokens."""
+    """``generate`` with bound graphs, and each weight quantized once: nobody else changes these between two tokens."""
 
     @functools.wraps(generate)
-    def with_weights_kept(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with caching(cast(nn.Module, self._modules[SIMULATION])):
+    def with_bound_graphs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with caching(cast(nn.Module, self._modules[SIMULATION])), vars(self)[BOUND_MODEL].running():
             return generate(self, *args, **kwargs)
 
-    return with_weights_kept
+    return with_bound_graphs
 
 
 def _refusing(kind: type) -> Callable[[nn.Module, str], Any]:
@@ -179,7 +187,7 @@ def _interface(root: nn.Module, model: PreparedModel) -> Interface:
     signature = signature_of(root)
     parameters = {} if signature is None else signature.parameters
     defaults = {name: parameters[name].default for name in FLAGS if name in parameters}
-    return Interface(signature, _accepted(model, signature), defaults)
+    return Interface(signature, _accepted(model, signature), defaults, _empty_caches(model, signature))
 
 
 def _forward(interface: Interface) -> Callable[..., Any]:
@@ -200,14 +208,15 @@ def _run(model: nn.Module | None, interface: Interface, args: tuple[Any, ...], k
     """Runs a simulation with the arguments that the user's class takes; without those that say nothing."""
     assert isinstance(model, PreparedModel)
     signature = interface.signature
-    bound = {} if signature is None else signature.bind_partial(*args).arguments
-    if args and len(bound) != len(args):  # *args, or no signature
+    by_position = {} if signature is None or not args else signature.bind_partial(*args).arguments
+    if args and len(by_position) != len(args):  # *args, or no signature
         return model(*args, **kwargs)
-    arguments = {**bound, **kwargs}
+    arguments = {**by_position, **kwargs}
     taken = {name: value for name, value in arguments.items() if not _says_nothing(name, value, interface.accepted)}
-    if "" in roots(model):  # the graph takes an empty cache of the class of its example, or none; Python any
+    if isinstance(model, CapturedGraph):  # it takes an empty cache of the class of its example, or none; Python any
         filled = {name: value for name, value in taken.items() if not is_cache(value) or _is_filled(value)}
-        taken = {**detached(_empty_caches(model, signature)), **filled}
+        empty = {name: value for name, value in interface.empty_caches.items() if name not in filled}
+        taken = {**detached(empty), **filled}
     flags = {name: arguments[name] for name in FLAGS
              if name not in interface.accepted and arguments.get(name) is not None}
     return _as_asked(model(**taken), interface, flags)
@@ -231,10 +240,9 @@ def _as_asked(output: Any, interface: Interface, flags: Mapping[str, object]) ->
         if value == captured:
             continue
         if name == USE_CACHE:
-            without = _without_cache(output)
-            has_cache = without is not output
+            has_cache = _has_cache(output)
             is_served = has_cache or (captured is None and not value)
-            output = output if value else without
+            output = output if value or not has_cache else _without_cache(output)
         else:
             is_served = captured is None and bool(value) is isinstance(output, Mapping)
         if not is_served:
@@ -266,21 +274,25 @@ def _is_filled(cache: object) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.numel() for leaf in pytree.tree_leaves(cache))
 
 
+def _has_cache(output: object) -> bool:
+    """Whether an output holds caches."""
+    values = output.values() if isinstance(output, Mapping) else output if type(output) is tuple else ()
+    return any(map(is_cache, values))
+
+
 def _without_cache(output: Any) -> Any:
-    """An output without the caches in it; itself if there are none."""
+    """An output without the caches in it."""
     kind: Any = type(output)
-    if isinstance(output, Mapping) and any(map(is_cache, output.values())):
+    if isinstance(output, Mapping):
         return kind(**{name: value for name, value in output.items() if not is_cache(value)})
-    if kind is tuple and any(map(is_cache, output)):
-        return tuple(value for value in output if not is_cache(value))
-    return output
+    return tuple(value for value in output if not is_cache(value))
 
 
 def _accepted(model: PreparedModel, signature: inspect.Signature | None) -> set[str]:
     """The names of the arguments that one of the graphs takes; all that the examples have where Python is kept."""
     names: set[str] = set()
-    for graph in entered(model) if "" in roots(model) else ():
-        structure = call_structure(graph.graph) if isinstance(graph, torch.fx.GraphModule) else None
+    for graph in entered(model) if isinstance(model, CapturedGraph) else ():
+        structure = call_structure(graph.graph) if isinstance(graph, CapturedGraph) else None
         names |= {*structure.orig_args} if structure is not None else set()
     for call in model.examples:
         names |= {*_arguments(call, signature)}

@@ -1,0 +1,123 @@
+"""Calls that a graph is known to serve: their nesting was checked once, and later calls have sizes compared alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from qtk.calls.inputs import is_free
+from qtk.calls.served_sizes import SIZES, ServedSizes
+from qtk.calls.signature import is_plain
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.torch_private import pytree
+
+MOST = 8
+"""Structures that are kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownCall:
+    """The structure of a call that was checked, and what the leaves of others must be for its graph to serve them.
+
+    Args:
+        structure: of its arguments.
+        graph: serves it.
+        revision: of the graph when the call was checked.
+        sizes: which the graph served then; ``None``: all that its placeholders show.
+        order: the number of the leaf that each placeholder takes.
+        names: of the placeholders.
+        captured: of each placeholder the kind of tensor, or the constant that is written into the graph.
+    """
+
+    structure: pytree.TreeSpec
+    graph: CapturedGraph
+    revision: int
+    sizes: ServedSizes | None
+    order: tuple[int, ...]
+    names: tuple[str, ...]
+    captured: tuple[object, ...]
+
+    def leaves(self, structure: pytree.TreeSpec, given: Sequence[object]) -> list[object] | None:
+        """The leaves of a call in the order of the placeholders; ``None`` if it is another kind of call.
+
+        Raises: CaptureError for sizes that the graph does not serve.
+        """
+        graph, sizes = self.graph, self.sizes
+        if graph.revision != self.revision or graph.meta.get(SIZES) is not sizes or self.structure != structure:
+            return None
+        leaves = [given[index] for index in self.order]
+        if not all(map(_fits, leaves, self.captured)):
+            return None
+        if sizes is not None and (sizes.limits or sizes.names):
+            sizes.check({(name, axis): length for name, leaf in zip(self.names, leaves, strict=True)
+                         if isinstance(leaf, Tensor) for axis, length in enumerate(leaf.shape)})
+        return leaves
+
+
+class KnownCalls:
+    """The last kinds of calls of a model that were checked. A copy or pickle of it is empty."""
+
+    def __init__(self) -> None:
+        self._calls: list[KnownCall] = []
+
+    def find(self, structure: pytree.TreeSpec, given: Sequence[object]) -> tuple[CapturedGraph, list[object]] | None:
+        """The graph that serves a call and the leaves in the order of its placeholders; ``None`` if it is not known.
+
+        Raises: CaptureError for sizes that the graph does not serve.
+        """
+        for call in self._calls:
+            leaves = call.leaves(structure, given)
+            if leaves is not None:
+                return call.graph, leaves
+        return None
+
+    def add(
+        self, graph: CapturedGraph, structure: pytree.TreeSpec, given: Sequence[object], ordered: Sequence[object]
+    ) -> None:
+        """Keeps a call that was checked, if others of its structure need nothing but their leaves compared.
+
+        Args:
+            graph: serves the call.
+            structure: of the arguments of the call.
+            given: their leaves.
+            ordered: the leaves in the order of the placeholders.
+        """
+        places = {id(leaf): index for index, leaf in enumerate(given)}
+        tensors = [id(leaf) for leaf in given if isinstance(leaf, Tensor)]
+        nodes = graph.graph.find_nodes(op="placeholder")
+        is_clear = all("val" in node.meta for node in nodes) and len({*tensors}) == len(tensors) and all(
+            isinstance(leaf, Tensor) or is_plain(leaf) for leaf in given)
+        if is_clear and len(given) == len(ordered) == len(nodes) and all(id(leaf) in places for leaf in ordered):
+            call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES),
+                             tuple(places[id(leaf)] for leaf in ordered), tuple(str(node.target) for node in nodes),
+                             tuple(_captured(node) for node in nodes))
+            self._calls = [call, *self._calls[:MOST - 1]]
+
+    def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
+        return KnownCalls, ()
+
+
+def _captured(node: fx.Node) -> object:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    fixed = tuple((axis, int(size)) for axis, size in enumerate(value.shape) if not is_free(size))
+    return _TensorKind(value.ndim, fixed, value.is_floating_point(), value.is_complex())
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorKind:
+    ndim: int
+    fixed: tuple[tuple[int, int], ...]
+    is_float: bool
+    is_complex: bool
+
+
+def _fits(leaf: object, captured: object) -> bool:
+    if not isinstance(captured, _TensorKind):
+        return is_plain(leaf) and leaf == captured
+    return isinstance(leaf, Tensor) and leaf.ndim == captured.ndim and (
+        leaf.is_floating_point() == captured.is_float and leaf.is_complex() == captured.is_complex
+        and all(leaf.shape[axis] == size for axis, size in captured.fixed))
