@@ -292,9 +292,8 @@ def _onnx(
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     may_saturate = int16_sums and any(quantizer.spec.dtype == INT8 for quantizer in simulation.quantizers.values())
-    names = [
-        name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))
-    ] if may_saturate else []
+    paths = calls if may_saturate else ()
+    names = [name for path in paths for name in saturation.saturating_weights(folder / onnx_name(path))]
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
