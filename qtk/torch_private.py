@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree  # nested values: flattening, mapping,
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every ATen op that runs
 
 __all__ = [
-    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_TABLES", "BatchNormBase", "CallStructure", "DropoutBase",
+    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase", "CallStructure", "DropoutBase",
     "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of", "below_autograd",
     "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like", "flatten_as",
     "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
@@ -55,6 +55,9 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
+
+MODULE_CALL = nn.Module._call_impl.__code__
+"""The code that runs the forward of a module, and its hooks, when the module is called."""
 
 HOOK_TABLES = {
     "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",

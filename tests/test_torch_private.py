@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import inspect
 import pickle
 from functools import partial
 
@@ -15,6 +16,7 @@ from qtk import torch_private
 from qtk.torch_private import (
     GRAPH_MODULE_NAMES,
     HOOK_TABLES,
+    MODULE_CALL,
     MODULE_TABLES,
     BatchNormBase,
     CallStructure,
@@ -39,11 +41,13 @@ from qtk.torch_private import (
     hooks,
     hooks_on_saved_tensors_work,
     in_backward,
+    is_composed,
     is_exporting,
     is_in_onnx_export,
     is_traced,
     keep_result_as,
     length_hint,
+    length_when,
     load_decomposed_ops,
     onnx_translations_kept,
     python_kernel,
@@ -56,6 +60,7 @@ from qtk.torch_private import (
     schema_of,
     size_guards,
     version_of,
+    without_modes,
 )
 
 ATEN = torch.ops.aten
@@ -536,3 +541,37 @@ def test_checking_sizes_may_end_a_trace():
     assert seen > 5
     assert torch.equal(torch.export.export(Even(), (x,), dynamic_shapes=shapes).module()(x), x * 2)
     assert len(calls) == seen
+
+
+def test_module_call():
+    class Caller(nn.Module):
+        def forward(self):
+            return inspect.currentframe().f_back.f_code
+
+    assert Caller()() is MODULE_CALL
+
+
+def test_is_composed():
+    assert is_composed(torch.ops.aten.type_as.default)
+    assert not is_composed(torch.ops.aten.topk.default)
+    assert not is_composed(torch.add)
+
+
+def test_length_when():
+    program = torch.export.export(Doubled(), (torch.randn(4, 3),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    size = program.graph.output_node().args[0][0].meta["val"].shape[0]
+    assert length_when(size, {}) == 8
+    assert length_when(size, {str(symbol): 3 for symbol in size.node.expr.free_symbols}) == 24
+    assert length_when(5, {"s0": 3}) == 5
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x])
+
+
+def test_without_modes():
+    with FakeTensorMode(), without_modes():
+        assert type(torch.zeros(2)) is torch.Tensor
+    with FakeTensorMode():
+        assert type(torch.zeros(2)) is not torch.Tensor

@@ -16,6 +16,7 @@ sizes, when a tracer comes by.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from qtk.nn.scan import Scan
 from qtk.operators.lookup import is_product
 from qtk.operators.targets import aten_name
 from qtk.torch_private import (
+    MODULE_CALL,
     FakeTensorMode,
     TorchDispatchMode,
     branches,
@@ -53,9 +55,6 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
 OTHERS = sys.stdlib_module_names | {"torch", "qtk"}
 """Packages with code that is not the model's."""
-
-CALL = nn.Module._call_impl.__code__
-"""The code between the forward of a module and what calls the module."""
 
 torch.library.define(
     "qtk::captured_scan",
@@ -357,8 +356,8 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _frames() -> list[FrameType]:
     """The frames of the model's code around an op, from the forward of the innermost module on; none outside of one."""
     frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not CALL:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not MODULE_CALL:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in OTHERS:
             frames.append(frame)
         frame = frame.f_back

@@ -11,6 +11,8 @@ from torch import nn
 import qtk
 from qtk.nn.scan import Scan
 
+pytestmark = pytest.mark.medium
+
 
 def recurrence(x, decay, *, start=None, with_last=False):
     """A loop over time steps [B, T, D]."""
@@ -126,7 +128,6 @@ def scans(model):
 
 
 @torch.no_grad()
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["loop", "chunked", "method", "static method", "decorated"])
 def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     model, graph = prepared(kind, length=3 if kind == "chunked" else 5)
@@ -142,7 +143,6 @@ def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     assert torch.equal(copy.deepcopy(graph)(x), model(x))
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["layers", "refined", "writes"])
 def test_what_holds_weights_has_a_fixed_number_of_turns_or_writes_is_not_kept(kind):
     _, graph = prepared(kind)
@@ -159,7 +159,6 @@ def test_a_method_that_reads_a_parameter_is_not_kept_but_what_it_calls():
 
 
 @torch.no_grad()
-@pytest.mark.medium
 def test_a_fixed_length_makes_no_difference():
     model, graph = prepared("loop", "batch")
     assert len(scans(graph)) == 1
@@ -181,7 +180,6 @@ def test_gradients_pass_through_a_recurrence():
 
 
 @torch.no_grad()
-@pytest.mark.medium
 def test_a_scan_and_what_it_reads_stay_in_float_and_say_so():
     _, graph = prepared("loop")
     sim = qtk.QuantSim(graph, torch.randn(2, 5, 6))
