@@ -30,11 +30,12 @@ from torch import Tensor, nn
 
 import qtk
 from qtk.config.load import load_config
+from qtk.errors import CalibrationError
 from qtk.numerics.error import decibels
 
 LENGTH, CALIBRATED, JUDGED = 128, 48, 48
 METHODS = "seq_mse", "gptq", "coordinate_descent", "adaround(iterations=30)", "bias_correction"
-FAMILIES = "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "granite hybrid"
+FAMILIES = "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"
 ALL = qtk.LayerwiseOptions(calibrate_all_experts=True)
 
 
@@ -155,7 +156,7 @@ def cell(prepared: Any, data: Sequence[dict[str, Any]], method: str) -> str:
                and "expert" in name and sim.model.get_parameter(name).ndim == 3]
     try:
         report = qtk.apply_layerwise(sim, data, method, sites=experts, progress=False)
-    except qtk.CalibrationError:
+    except CalibrationError:
         return f"0 of {len(experts)}, no biases"
     better = sum(result.after < result.before for result in report.layers)
     left = f", left {', '.join(report.skipped)}" if report.skipped else ""
