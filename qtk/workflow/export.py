@@ -54,6 +54,9 @@ ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
 """Directory of the float ONNX files, which have the names of those with QuantizeLinear."""
 
+GENAI_FOLDER = "genai"
+"""Directory of what onnxruntime-genai runs."""
+
 Exporter: TypeAlias = Callable[[Simulation, ExampleInputs, Path], None]
 """Writes its files into a directory, reads them back and raises ExportError if they differ from the simulation."""
 
@@ -314,6 +317,21 @@ def _onnx(
         _run(calls, folder)
 
 
+def _onnx_genai(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    """Writes the ONNX file of a decoder with a cache, and the config by which onnxruntime-genai runs it."""
+    config, graph = getattr(simulation.model, "config", None), roots(simulation.model).get("")
+    if config is None or graph is None:
+        raise ExportError("the format 'onnx_genai' is of a decoder of transformers that is one graph: its config has "
+                          "what the runtime needs to know")
+    inner = folder / GENAI_FOLDER
+    inner.mkdir()
+    _onnx(simulation, example_inputs, inner)
+    from qtk.export.onnx import genai  # onnx is there: the file was written
+    from qtk.runtimes import session
+
+    genai.export(graph, config, inner / onnx_name(""), {session.FLOAT_PRODUCTS: "1"})
+
+
 def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path) -> None:
     """Warns of what ONNX Runtime computes otherwise than the simulation, if it is installed."""
     if importlib.util.find_spec("onnxruntime") is None:
@@ -374,5 +392,6 @@ for schema in encodings_aimet.WRITERS:
     EXPORTERS.add(f"encodings_aimet_{schema}", partial(_encodings_aimet, schema))
     EXPORTERS.add(f"aimet_{schema}", partial(_aimet, schema))
 EXPORTERS.add("onnx", _onnx)
+EXPORTERS.add("onnx_genai", _onnx_genai)
 EXPORTERS.add("compressed_tensors", _compressed_tensors)
 EXPORTERS.add("pt2e", _pt2e)
