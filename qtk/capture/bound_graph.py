@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -76,17 +76,14 @@ class BoundModel:
         finally:
             for graph in every:
                 vars(graph).pop(BOUND, None)
-            for function in self._functions.values():
-                function.drop_weights()
 
     def _first_run(self, graph: CapturedGraph, simulated: dict[tuple[int, int], Tensor], *leaves: object) -> Any:
         """The first call of a graph: most graphs inside others are written into these, and never called."""
-        if graph not in self._functions:
-            self._functions[graph] = _Writer().function(graph)
-        function = self._functions[graph]
-        function.quantize_weights(simulated)
-        vars(graph)[BOUND] = function.run
-        return function.run(*leaves)
+        function = self._functions.get(graph)
+        if function is None:
+            function = self._functions[graph] = _Writer().function(graph)
+        run = vars(graph)[BOUND] = function.with_weights(simulated)
+        return run(*leaves)
 
     def _state_now(self, modules: Sequence[nn.Module]) -> list[object]:
         """What the written functions depend on, to be compared by identity."""
@@ -103,26 +100,28 @@ class _Function:
     """A written function.
 
     Args:
-        run: takes the leaves of a call, in the order of the placeholders, and returns what the graph returns.
+        code: of a function that takes the leaves of a call, in the order of the placeholders, and returns what the
+            graph returns.
         scope: its constants by name.
         weights: names of constants that are quantized parameters, with the quantizer and the parameter.
     """
 
-    run: Callable[..., Any]
+    code: CodeType
     scope: dict[str, object]
     weights: dict[str, tuple[Quantizer, Tensor]]
 
-    def quantize_weights(self, simulated: dict[tuple[int, int], Tensor]) -> None:
-        """Sets the quantized parameters; those that another graph has too are ``simulated`` already, or added to it."""
+    def with_weights(self, simulated: dict[tuple[int, int], Tensor]) -> Callable[..., Any]:
+        """The function for one time, with constants of its own: another thread may go on with it when this time ends.
+
+        The quantized parameters that another graph has too are ``simulated`` already, or added to it.
+        """
+        scope = dict(self.scope)
         for name, (quantizer, parameter) in self.weights.items():
             key = id(quantizer), id(parameter)
             if key not in simulated:
                 simulated[key] = quantizer(parameter)
-            self.scope[name] = simulated[key]
-
-    def drop_weights(self) -> None:
-        """Frees the quantized parameters."""
-        self.scope.update(dict.fromkeys(self.weights))
+            scope[name] = simulated[key]
+        return FunctionType(self.code, scope)
 
 
 class _Writer:
@@ -149,8 +148,8 @@ class _Writer:
         shown = self._source(results) if spec is None else self._container(spec, iter(results))
         body = [*_with_ends(self._lines, shown), f"return {shown}"]
         exec(_compiled("\n    ".join([f"def run({', '.join(inputs)}):", *body])), self._scope)
-        run: Callable[..., Any] = self._scope.pop("run")  # type: ignore[assignment]
-        return _Function(run, self._scope, self._weights)
+        run: FunctionType = self._scope.pop("run")  # type: ignore[assignment]
+        return _Function(run.__code__, self._scope, self._weights)
 
     def _write(self, graph: CapturedGraph, inputs: Sequence[object]) -> Any:
         """Writes the lines of a graph. Returns: its results, with names in place of nodes."""

@@ -166,8 +166,9 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                 "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
                 "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
             )
-        if leaves is not None and BOUND in graph.__dict__ and not is_watched():
-            return graph.__dict__[BOUND](*leaves)
+        run = graph.__dict__.get(BOUND)
+        if leaves is not None and run is not None and not is_watched():
+            return run(*leaves)
         return nn.Module.__call__(graph, *args, **kwargs)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

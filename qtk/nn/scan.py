@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -52,6 +53,13 @@ class Scan(nn.Module):
         others = [type(leaf).__name__ if isinstance(leaf, nn.Module) else repr(leaf)
                   for index, leaf in enumerate(self._leaves) if index not in self._values]
         return ", ".join([named, *others])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Scan:
+        """With the same function, which a copy need not find by its name: it may have none outside of a function."""
+        copied = Scan.__new__(Scan)
+        memo[id(self)] = copied
+        copied.__dict__ = {**copy.deepcopy({**self.__dict__, "function": None}, memo), "function": self.function}
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """The name of the function in its place, for what a decorator has replaced cannot be pickled."""

@@ -114,6 +114,17 @@ def test_attention_dropout_and_written_buffers():
         assert sim.model.get_buffer("count").item() == 1
 
 
+def test_the_end_of_one_time_leaves_a_call_of_another_thread_alone():
+    x = torch.randn(2, 4)
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    sim.compute_encodings([x], progress=False)
+    expected = run(sim.model, {"input": x})
+    with BoundModel(sim.model).running():
+        run(sim.model, {"input": x})
+        function = vars(sim.model)[BOUND]
+    assert torch.equal(function(x), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_of_the_zoo(name):

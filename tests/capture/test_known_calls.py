@@ -58,3 +58,17 @@ def test_a_copy_or_pickle_knows_no_calls():
     model(x)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), model(x))
+
+
+class Line(nn.Module):
+    def forward(self, x, scale, shift):
+        return x * scale + shift
+
+
+def test_one_constant_twice_is_not_taken_for_another():
+    x = torch.ones(3)
+    model = qtk.prepare_model(Line().eval(), (x, 2, 2))
+    assert torch.equal(model(x, 2, 2), x * 4)
+    for scale, shift in ((3, 2), (2, 3)):
+        with pytest.raises(CaptureError):
+            model(x, scale, shift)

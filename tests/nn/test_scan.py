@@ -34,3 +34,13 @@ def test_copies_and_pickles_call_the_same_function():
         assert copied.function is summed
         assert torch.equal(copied(x, start, 5)[0], scan()(x, start, 5)[0])
     assert "summed, 3.0" in repr(scan())
+
+
+def test_a_copy_calls_a_function_that_has_no_name_outside_of_another():
+    def doubled(x):
+        return x * 2
+
+    leaves, structure = pytree.tree_flatten(((None,), {}))
+    copied = copy.deepcopy(Scan(doubled, structure, leaves, (0,)))
+    assert copied.function is doubled
+    assert copied(torch.ones(1))[0].item() == 2

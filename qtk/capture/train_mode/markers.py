@@ -77,6 +77,9 @@ MODULE = torch.ops.qtk.captured_module.default
 WRITING_MODULE = torch.ops.qtk.captured_module_.default
 INDICES = ("index", "indices", "mask")
 """Arguments of ops that the dtype of a result does not depend on."""
+TRUTHS = ("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal",
+          "logical_and", "logical_or", "logical_xor", "logical_not")
+"""Ops whose results are booleans, but for those that are written over a value of another dtype."""
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
@@ -139,8 +142,8 @@ def _twin(node: fx.Node) -> OpOverload | None:
     pure = schema_of(twin)
     if not isinstance(twin, OpOverload) or pure is None:
         return None
-    same = [argument.name for argument in schema.arguments] == [argument.name for argument in pure.arguments]
-    return twin if same else None
+    taken, given = ([(each.name, str(each.type)) for each in of.arguments] for of in (schema, pure))
+    return twin if taken == given else None  # pow_.Scalar is x ** 2, and pow.Scalar is 2 ** x
 
 
 def _is_private(node: fx.Node) -> bool:
@@ -149,8 +152,11 @@ def _is_private(node: fx.Node) -> bool:
     if not isinstance(written, fx.Node) or not all(map(_is_fresh, (written, *(u for u in written.users if u < node)))):
         return False
     operands = [value for name, value in schema_arguments(node).items() if name not in INDICES]
-    kinds = [value.meta["val"].dtype for value in pytree.tree_leaves(operands) if isinstance(value, fx.Node)]
-    return all(kind == written.meta["val"].dtype for kind in kinds)
+    values = [value.meta["val"] for value in pytree.tree_leaves(operands) if isinstance(value, fx.Node)]
+    kinds = {value.dtype for value in values if isinstance(value, Tensor)}  # the others are sizes
+    if (aten_name(node.target) or "").removesuffix("_") in TRUTHS:
+        kinds.add(torch.bool)
+    return kinds == {written.meta["val"].dtype}
 
 
 def _is_fresh(node: fx.Node) -> bool:

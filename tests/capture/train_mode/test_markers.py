@@ -119,6 +119,28 @@ def test_values_written_at_indices_become_pure():
     assert not [name for name in found if "_.default" in name or "_.Tensor" in name]
 
 
+def test_sizes_may_be_written():
+    def forward(fc, x):
+        y = fc(x)
+        y.clamp_(max=x.shape[0])
+        return y.masked_fill_(y > 0, x.shape[0])
+
+    program = torch.export.export(Function(lambda x, fc: forward(fc, x), nn.Linear(6, 6)), (X[0],),
+                                  dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    purify(program.graph)
+    assert not [node.name for node in program.graph.nodes if str(node.target).startswith("aten.clamp_.")]
+
+
+@pytest.mark.parametrize("write", [lambda y: y.gt_(0.5), lambda y: y.logical_not_(), lambda y: y.pow_(2)])
+def test_an_op_stays_whose_pure_form_has_another_dtype_or_other_arguments(write):
+    def forward(fc, x):
+        y = fc(x)
+        write(y)
+        return y * 2
+
+    assert any("_." in name for name in ops(forward, MATRIX))
+
+
 def test_a_value_of_which_there_is_a_view_stays():
     def forward(fc, x):
         y = fc(x)
