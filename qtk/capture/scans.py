@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse
@@ -90,6 +91,9 @@ def scans_as_ops(model: nn.Module, call: Call) -> Iterator[list[Scan]]:
             stack.callback(setattr, function, "__code__", function.__code__)
             plain = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
             plain.__kwdefaults__ = function.__kwdefaults__
+            if "__signature__" not in vars(function):  # a forward's says how the inputs of the graph are called
+                stack.callback(vars(function).pop, "__signature__")
+                vars(function)["__signature__"] = inspect.signature(function)
             function.__code__ = _code_that_calls(_Caller(function, plain, scans))
         yield scans
 
@@ -127,10 +131,11 @@ class _Caller:
 
     def __init__(self, function: FunctionType, plain: FunctionType, scans: list[Scan]) -> None:
         self._function, self._plain, self._scans = function, plain, scans
+        self._thread = threading.get_ident()
         self._trials: dict[str, _Trial] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exporting():
+        if is_exporting() and threading.get_ident() == self._thread:  # others compute with it meanwhile
             own = args[:1] if args and isinstance(args[0], nn.Module) else ()
             leaves, structure = pytree.tree_flatten(((*map(_without_members, own), *args[len(own):]), kwargs))
             try:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
+from qtk.calls.calls import Call
+from qtk.capture.scans import scans_as_ops
 from qtk.nn.scan import Scan
 
 pytestmark = pytest.mark.medium
@@ -170,6 +173,36 @@ def test_the_functions_of_the_model_are_as_they_were():
     before = recurrence.__code__
     prepared("loop")
     assert recurrence.__code__ is before
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 12)
+
+    def forward(self, frames, *, gain=1.0):
+        x, decay = self.proj(frames).chunk(2, -1)
+        return recurrence(x, decay.sigmoid())[0] * gain
+
+
+def test_inputs_keep_their_names():
+    graph = qtk.prepare_model(Named().eval(), torch.randn(2, 5, 6))
+    assert scans(graph)
+    assert [node.name for node in graph.graph.find_nodes(op="placeholder")] == ["frames"]
+    assert "__signature__" not in vars(Named.forward)
+    assert "__signature__" not in vars(recurrence)
+
+
+def test_another_thread_computes_while_one_traces():
+    x, decay = torch.randn(2, 5, 6), torch.rand(2, 5, 6)
+    model = Mixer("loop").eval()
+    results, expected = [], recurrence(x, decay)[0]
+    with scans_as_ops(model, Call((x,), {}, None)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qtk.capture.scans.is_exporting", lambda: True)
+        thread = threading.Thread(target=lambda: results.append(recurrence(x, decay)[0]))
+        thread.start()
+        thread.join()
+    assert torch.equal(results[0], expected)
 
 
 def test_gradients_pass_through_a_recurrence():
