@@ -59,6 +59,7 @@ from qtk.torch_private import (
     saves_result,
     schema_of,
     size_guards,
+    storage_of,
     version_of,
     without_modes,
 )
@@ -354,6 +355,12 @@ def test_version_of():
     assert version_of(x) == before + 1
     x.detach().mul_(2)
     assert version_of(x) == before + 2
+
+
+def test_storage_of():
+    with FakeTensorMode():
+        x, y = torch.zeros(2, 3), torch.zeros(2, 3)
+        assert storage_of(x) == storage_of(x[0].view(3, 1)) != storage_of(y)
 
 
 def test_is_traced():

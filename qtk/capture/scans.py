@@ -6,7 +6,8 @@ length and holds at that length alone. A function, or a method, is kept whole if
 1. it takes tensors, numbers and text, writes into none of them, and reads no other tensor and no module: the weights of
    layers stay edges of the graph, and none is multiplied with in it;
 2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
-   cumulative product;
+   cumulative product; where all inputs that make it longer are of one length, as the heads of an attention may be that
+   a loop runs over, each turn must read what the one before made;
 3. each axis of its results is as long as one of its arguments, or always the same.
 
 Where such functions are is seen in a run of the model; that a call is one is tried on tensors without data, at two
@@ -44,12 +45,16 @@ from qtk.torch_private import (
     is_exporting,
     length_when,
     pytree,
+    storage_of,
     version_of,
     without_modes,
 )
 
 DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", "expm1")
 """Ops that add up what came before, that multiply it, and that make a factor of a sum."""
+
+FILLING = ("copy_", "fill_", "zero_", "index_put_", "index_copy_")
+"""Ops that write what others have computed into a part of a tensor."""
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 """Types of the arguments that a function may have beside tensors."""
@@ -117,12 +122,14 @@ class _Trial(NamedTuple):
         structure: of its result.
         leaves: the leaves of the result.
         num_ops: the number of ATen ops.
+        depth: the most of them of which each reads what the one before made.
         decays: whether it computes a decay in closed form.
     """
 
     structure: pytree.TreeSpec
     leaves: list[object]
     num_ops: int
+    depth: int
     decays: bool
 
 
@@ -159,16 +166,18 @@ class _Caller:
         symbols = sorted({str(symbol) for size in sizes if is_free(size) for symbol in size.node.expr.free_symbols})
         factors: dict[str, int] = {symbol: factor for factor, symbol in enumerate(symbols, 2)}
 
-        def tried(by: Mapping[str, int], doubled: int | None = None) -> _Trial:
-            resized = [_resized(leaf, by, doubled) for leaf in leaves]
+        def tried(by: Mapping[str, int], doubled: int | None = None, kinds: tuple[type, ...] = (Tensor, int)) -> _Trial:
+            resized = [_resized(leaf, by, doubled if isinstance(leaf, kinds) else None) for leaf in leaves]
             key = f"{structure} {resized}"  # each layer and each attempt of a capture asks anew
             if key not in self._trials or others != [*filter(_is_plain, others)]:
                 self._trials[key] = self._tried(structure, resized)
             return self._trials[key]
 
         first, longer = tried({}), tried(factors)
+        fixed = sorted({*map(int, filterfalse(is_free, sizes))})
         if not first.decays and longer.num_ops <= first.num_ops and not any(
-            _adds_ops(first, partial(tried, {}, size)) for size in sorted({*map(int, filterfalse(is_free, sizes))})
+            _is_deeper(first, partial(tried, {}, size))  # or a number of turns is as large as some length
+            and not _is_deeper(first, partial(tried, {}, size, (int,))) for size in fixed
         ):
             return None
         found = _sizes_of_results(first, longer, {
@@ -195,7 +204,7 @@ class _Caller:
                 result, of = pytree.tree_flatten(self._plain(*args, **kwargs))
         if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given):
             raise ValueError("it writes into an argument")
-        return _Trial(of, result, ops.count, ops.decays)
+        return _Trial(of, result, ops.count, max(ops.depths.values(), default=0), ops.decays)
 
 
 def _is_plain(leaf: object) -> bool:
@@ -221,10 +230,10 @@ def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object
     return resized(leaf) if isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool) else leaf
 
 
-def _adds_ops(first: _Trial, trial: Callable[[], _Trial]) -> bool:
-    """Whether a function runs more ops in another trial; ``False`` if it does not run."""
+def _is_deeper(first: _Trial, trial: Callable[[], _Trial]) -> bool:
+    """Whether more ops of a function wait for each other in another trial; ``False`` if it does not run."""
     try:
-        return trial().num_ops > first.num_ops
+        return trial().depth > first.depth
     except Exception:  # as axes that must be as long as before
         return False
 
@@ -252,12 +261,14 @@ def _sizes_of_results(first: _Trial, longer: _Trial, known: Mapping[tuple[int, i
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ATen ops that run, and sees decays in closed form."""
+    """Counts the ATen ops that run, and those that wait for each other, and sees decays in closed form."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.decays = 0, False
+        self.depths: dict[int, int] = {}
         self._sums: dict[int, Tensor] = {}
+        self._held: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -269,7 +280,20 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.decays |= name in PRODUCTS or (summed and name in EXPONENTIALS)
             if summed or name in DECAY_SUMS:
                 self._sums[id(result)] = result  # held, so that no other gets its id
+        self._deepen(func, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(result))
         return result
+
+    def _deepen(self, func: Any, read: Sequence[object], made: Sequence[object]) -> None:
+        """Notes how many ops each result waits for: a view as many as what it is of, for turns may fill one tensor."""
+        before = {storage_of(each): each for each in read if isinstance(each, Tensor)}
+        depth = max((self.depths.get(storage, 0) for storage in before), default=0)
+        for each in made:
+            if isinstance(each, Tensor):
+                storage, writes = storage_of(each), func._schema.is_mutable
+                is_step = storage not in before or (writes and aten_name(func) not in FILLING)
+                if is_step or writes:
+                    self.depths[storage] = depth + is_step
+                    self._held.append(each)
 
 
 def _is_builtin(structure: pytree.TreeSpec) -> bool:

@@ -71,6 +71,25 @@ def refined(x, decay):
     return x
 
 
+def turned(x, turns):
+    """A loop of as many turns as the input is wide."""
+    for _ in range(turns):
+        x = x - 0.1 * torch.sin(x)
+    return x
+
+
+def heads(query, key):
+    """A loop over the heads of an attention, which do not wait for each other, into a tensor."""
+    results = torch.empty_like(query)
+    for head in range(query.shape[1]):
+        results[:, head] = (query[:, head] @ key[:, head].transpose(-1, -2)).softmax(-1) @ key[:, head]
+    return results
+
+
+def stacked(query, key):
+    return torch.stack([query[:, head] * key[:, head].sigmoid() for head in range(query.shape[1])], 1)
+
+
 def writes(x, decay):
     for step in range(1, x.shape[1]):
         x[:, step] += decay[:, step] * x[:, step - 1]
@@ -113,6 +132,11 @@ class Mixer(nn.Module):
                 y = layers(x, self.out.weight)
             case "refined":
                 y = refined(x, decay)
+            case "turned":
+                y = turned(x, x.shape[-1])
+            case "heads" | "stacked":
+                query, key = (each.unflatten(-1, (3, 2)).transpose(1, 2) for each in (x, decay))
+                y = (heads if self.kind == "heads" else stacked)(query, key).transpose(1, 2).flatten(2)
             case "writes":
                 y = writes(x.clone(), decay)
             case "reads a parameter":
@@ -146,7 +170,7 @@ def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     assert torch.equal(copy.deepcopy(graph)(x), model(x))
 
 
-@pytest.mark.parametrize("kind", ["layers", "refined", "writes"])
+@pytest.mark.parametrize("kind", ["layers", "refined", "turned", "heads", "stacked", "writes"])
 def test_what_holds_weights_has_a_fixed_number_of_turns_or_writes_is_not_kept(kind):
     _, graph = prepared(kind)
     assert not scans(graph)
