@@ -35,8 +35,19 @@ class Scan(nn.Module):
     ) -> None:
         super().__init__()
         self.function, self._structure = function, structure
-        self._leaves = [None if index in values else leaf for index, leaf in enumerate(leaves)]
+        self._leaves = [None if index in values else copy.deepcopy(leaf) for index, leaf in enumerate(leaves)]
         self._values = tuple(values)
+
+    @property
+    def modules_passed(self) -> list[nn.Module]:
+        """The modules among the arguments."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, nn.Module)]
+
+    def train(self, mode: bool = True) -> Scan:
+        """As torch's, and for the modules among the arguments: a method of the original's code asks its module."""
+        for module in self.modules_passed:
+            module.train(mode)
+        return super().train(mode)
 
     def forward(self, *values: Tensor | int) -> tuple[Tensor, ...]:
         """The tensors that the function returns, in order. Args: values: tensors, then lengths."""

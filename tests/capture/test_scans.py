@@ -209,6 +209,33 @@ class Named(nn.Module):
         return recurrence(x, decay.sigmoid())[0] * gain
 
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def steps(self, x):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            state = F.dropout(state * 0.5 + x[:, step], 0.5, self.training)
+            states.append(state)
+        return torch.stack(states, 1)
+
+    def forward(self, x):
+        return self.steps(self.proj(x))
+
+
+def test_a_method_is_asked_in_the_mode_of_the_model():
+    model, x = Dropping().eval(), torch.randn(2, 5, 6)
+    graph = qtk.prepare_model(model, x)
+    assert len(scans(graph)) == 1
+    assert not graph.report.train_notes
+    for each in (graph, copy.deepcopy(graph)):
+        assert (each.train()(x) == 0).any()
+        assert torch.equal(each.eval()(x), model(x))
+    assert not model.training
+
+
 def test_inputs_keep_their_names():
     graph = qtk.prepare_model(Named().eval(), torch.randn(2, 5, 6))
     assert scans(graph)

@@ -15,6 +15,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, label, prefixes
 from qtk.nn.attention import Attention
 from qtk.nn.dropout import Dropout
+from qtk.nn.scan import Scan
 from qtk.operators.targets import called_module
 
 
@@ -31,9 +32,12 @@ def adopt_drops(prepared: nn.Module, drops: Mapping[str, Sequence[float]]) -> It
     first_paths = {module: path for path, module in reversed(list(prepared.named_modules(remove_duplicate=False)))}
     same = {path: first_paths[module] for path, module in prepared.named_modules(remove_duplicate=False)}
     calls: dict[str, list[Attention | Dropout]] = defaultdict(list)
+    asked: set[str] = set()  # paths of modules that a scan asks for their mode
     for graph in inside.values():
         for node in graph.graph.nodes:
             module = called_module(node)
+            if isinstance(module, Scan) and module.modules_passed:
+                asked.add((label(node, OWNER) or "").partition("@")[0])
             if isinstance(module, (Attention, Dropout)):
                 path = (label(node, OWNER) or "").partition("@")[0]
                 if module not in calls[same.get(path, path)]:  # graphs for several kinds of calls share it
@@ -45,5 +49,5 @@ def adopt_drops(prepared: nn.Module, drops: Mapping[str, Sequence[float]]) -> It
         if size and list(probabilities[:size]) * (len(probabilities) // size) == list(probabilities):
             for module, p in zip(calls[path], probabilities[:size], strict=True):  # an island may run several times
                 module.p = p
-        elif any(probabilities):
+        elif any(probabilities) and (size or path not in asked):
             yield f"{path or 'the model'}: dropout does not act, its code calls it in train mode only"
