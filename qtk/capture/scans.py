@@ -3,8 +3,8 @@
 Such a function loops over time steps, or over chunks of them, and a tracer unrolls the loop: the graph grows with the
 length and holds at that length alone. A function, or a method, is kept whole if
 
-1. it takes tensors, numbers and text, writes into none of them, and reads no other tensor and no module: the weights of
-   layers stay edges of the graph, and none is multiplied with in it;
+1. it takes tensors, numbers and text, writes into none of them, nor into attributes of its module, and reads no other
+   tensor and no module: the weights of layers stay edges of the graph, and none is multiplied with in it;
 2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
    cumulative product; where all inputs that make it longer are of one length, as the heads of an attention may be that
    a loop runs over, each turn must read what the one before made;
@@ -17,6 +17,7 @@ sizes, when a tracer comes by.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 import threading
@@ -195,16 +196,22 @@ class _Caller:
         return (pytree.tree_unflatten(results, first.structure),)
 
     def _tried(self, structure: pytree.TreeSpec, leaves: list[object]) -> _Trial:
-        """Runs the function on tensors without data. Raises: ValueError if it writes into one."""
+        """Runs the function on tensors without data. Raises: ValueError if it writes into one, or into its module."""
         with without_modes(), torch.no_grad(), FakeTensorMode():
             given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
                      for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(given, structure)
+            before = _attributes(given)
             with _Ops() as ops:
                 result, of = pytree.tree_flatten(self._plain(*args, **kwargs))
-        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given):
+        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given) or _attributes(given) != before:
             raise ValueError("it writes into an argument")
         return _Trial(of, result, ops.count, max(ops.depths.values(), default=0), ops.decays)
+
+
+def _attributes(leaves: Sequence[object]) -> list[str]:
+    """The attributes of the modules among ``leaves``, and what is in them."""
+    return [repr(vars(leaf)) for leaf in leaves if isinstance(leaf, nn.Module)]
 
 
 def _is_plain(leaf: object) -> bool:
@@ -306,7 +313,7 @@ def _without_members(module: nn.Module) -> nn.Module:
     """A module of the same class with the plain attributes of ``module``, and none of its tensors and modules."""
     twin = nn.Module.__new__(type(module))
     plain = {name: value for name, value in vars(module).items() if not name.startswith("_") and is_data(value)}
-    twin.__dict__ = vars(nn.Module()) | plain
+    twin.__dict__ = vars(nn.Module()) | copy.deepcopy(plain)
     return twin
 
 

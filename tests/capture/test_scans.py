@@ -236,6 +236,40 @@ def test_a_method_is_asked_in_the_mode_of_the_model():
     assert not model.training
 
 
+class Remembering(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.proj, self.keep, self.last, self.all = nn.Linear(6, 6), keep, torch.zeros(2, 6), []
+
+    def steps(self, x):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            state = state * 0.5 + x[:, step]
+            states.append(state)
+        if self.keep == "list":
+            self.all.append(state)
+        else:
+            self.last = state
+        return torch.stack(states, 1)
+
+    def forward(self, x):
+        self.all.clear()
+        x = self.steps(self.proj(x))
+        return x + (self.all[-1] if self.keep == "list" else self.last)[:, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", ["list", "attribute"])
+def test_a_method_that_sets_attributes_of_its_module_is_not_kept(keep):
+    model, x = Remembering(keep).eval(), torch.randn(2, 5, 6)
+    model(x)
+    graph = qtk.prepare_model(model, x)
+    assert not scans(graph)
+    assert not graph.report.parts
+    x = torch.randn(2, 5, 6)
+    assert torch.equal(graph(x), model(x))
+
+
 def test_inputs_keep_their_names():
     graph = qtk.prepare_model(Named().eval(), torch.randn(2, 5, 6))
     assert scans(graph)
