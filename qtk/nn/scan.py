@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qtk.errors import CaptureError
 from qtk.torch_private import pytree
 
 
@@ -73,7 +74,14 @@ class Scan(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """The name of the function in its place, for what a decorator has replaced cannot be pickled."""
+        """The name of the function in its place, for what a decorator has replaced cannot be pickled.
+
+        Raises: CaptureError for a function without a name outside of another.
+        """
+        if "<locals>" in self.function.__qualname__:
+            raise CaptureError(f"a prepared model cannot be pickled if {self.function.__qualname__}, a scan over time, "
+                               "is a function inside another; define it, or its class, in a module, or write the "
+                               "model's state_dict, or the simulation by sim.save(directory)")
         return {**self.__dict__, "function": (self.function.__module__, self.function.__qualname__)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

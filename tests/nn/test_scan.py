@@ -3,8 +3,10 @@
 import copy
 import pickle
 
+import pytest
 import torch
 
+from qtk.errors import CaptureError
 from qtk.nn.scan import Scan
 from qtk.torch_private import pytree
 
@@ -44,3 +46,5 @@ def test_a_copy_calls_a_function_that_has_no_name_outside_of_another():
     copied = copy.deepcopy(Scan(doubled, structure, leaves, (0,)))
     assert copied.function is doubled
     assert copied(torch.ones(1))[0].item() == 2
+    with pytest.raises(CaptureError, match="doubled"):
+        pickle.dumps(copied)
