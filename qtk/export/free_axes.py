@@ -45,8 +45,8 @@ def warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
     for before, after in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):  # buffers may follow
         for axis in sorted({*free_axes(before)} - {*free_axes(after)}):
             length, why = after.meta["val"].shape[axis], SCAN if _scans(graph) else LOOP
-            warnings.warn(f"the file runs at length {length} of axis {axis} of {before.target} alone, which is declared "
-                          f"free: {why}", stacklevel=2)
+            warnings.warn(f"the file runs at length {length} of axis {axis} of {before.target} alone, which is "
+                          f"declared free: {why}", stacklevel=2)
 
 
 def _scans(graph: fx.Graph) -> list[fx.Node]:
