@@ -91,6 +91,9 @@ def scans_as_ops(model: nn.Module, call: Call) -> Iterator[list[Scan]]:
             plain = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
             plain.__kwdefaults__ = function.__kwdefaults__
             function.__code__ = _code_that_calls(_Caller(function, plain, scans))
+            if not hasattr(function, "__wrapped__"):  # tracers read the names of a model's inputs from its signature
+                stack.callback(delattr, function, "__wrapped__")
+                function.__wrapped__ = plain  # type: ignore[attr-defined]
         yield scans
 
 
