@@ -197,7 +197,8 @@ def _lacks_axes(setting: KvCache, decided: TensorSetting, root: _Moved, moved: _
 def _place(draft: Draft, way: Sequence[_Moved], ports: Set[tuple[fx.Node, int]]) -> _Moved | None:
     """Where a quantizer stands on the way, before keys or values are repeated; ``None``: only where they are read.
 
-    That is the first place where they are [batch, heads, tokens, width], else where they have heads, else at all.
+    That is the first place where they are [batch, heads, tokens, width], else where they have heads, else where the
+    width of a head is an axis, else at all.
     """
     own: list[_Moved] = []
     for moved in way:
@@ -206,7 +207,8 @@ def _place(draft: Draft, way: Sequence[_Moved], ports: Set[tuple[fx.Node, int]])
             break
         if exclusion(moved.node) is None and _is_read_as_cache(draft, moved.node, ports):
             own.append(moved)
-    preferred = (each for fits in (lambda each: each.is_canonical, lambda each: each.heads is not None)
+    preferred = (each for fits in (
+        lambda each: each.is_canonical, lambda each: each.heads is not None, lambda each: each.width is not None)
                  for each in own if fits(each))
     return next(preferred, own[0] if own else None)
 

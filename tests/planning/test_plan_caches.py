@@ -122,6 +122,20 @@ def test_keys_that_are_queries_are_rounded_where_attention_reads_them():
 
 
 @pytest.mark.medium
+def test_the_attention_of_torch_with_its_weights_has_a_scale_for_each_token():
+    class SelfAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)  # heads on the axis of the batch
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    found = of_caches(planned(config("per_token"), SelfAttention))
+    assert [str(decided.spec) for decided in found.values()] == ["int8 per_token symmetric narrow dynamic"] * 2
+
+
+@pytest.mark.medium
 def test_errors():
     with pytest.raises(SpecError, match=r"the axes of heads, tokens and width are not told apart; write kv_cache: "
                                         r"\{dtype: int8, granularity: per_tensor\}"):
