@@ -37,14 +37,14 @@ from torch.utils import _pytree as pytree  # nested values: flattening, mapping,
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every ATen op that runs
 
 __all__ = [
-    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase", "CallStructure", "DropoutBase",
-    "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of", "below_autograd",
-    "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like", "flatten_as",
-    "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
+    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase", "CallStructure",
+    "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of",
+    "below_autograd", "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like",
+    "flatten_as", "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
     "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
-    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
-    "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
-    "saves_result", "schema_of", "size_guards", "version_of", "without_modes",
+    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept", "python_kernel",
+    "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names", "saves_result",
+    "schema_of", "size_guards", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF

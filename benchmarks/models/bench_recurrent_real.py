@@ -124,7 +124,7 @@ class Reading(Task):
     def __init__(self, model: nn.Module, fonts: Path) -> None:
         files = sorted(fonts.rglob("*.ttf"))
         sets = [lines([file for file in files if any(name in file.stem for name in FONTS[who])], *size) for who, size in
-                (("calibration", (32, 1)), ("calibration", (32, 2)), ("judged", (96, 3)))]
+                (("calibration", (32, 1)), ("calibration", (128, 2)), ("judged", (96, 3)))]
         super().__init__(model, list(sets[0].split(8)), {})
         self._sets = {True: sets[1], False: sets[2]}
         self._expected = {name: self._texts(self.model, each) for name, each in self._sets.items()}

@@ -128,6 +128,7 @@ def scans(model):
 
 
 @torch.no_grad()
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["loop", "chunked", "method", "static method", "decorated"])
 def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     model, graph = prepared(kind, length=3 if kind == "chunked" else 5)
@@ -143,6 +144,7 @@ def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     assert torch.equal(copy.deepcopy(graph)(x), model(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["layers", "refined", "writes"])
 def test_what_holds_weights_has_a_fixed_number_of_turns_or_writes_is_not_kept(kind):
     _, graph = prepared(kind)

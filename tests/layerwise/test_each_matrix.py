@@ -133,3 +133,27 @@ def test_a_second_method_goes_on_and_the_first_start_is_kept():
     first = qtk.apply_gptq(anew, data, progress=False)
     assert [result.after for result in again.layers] == [result.after for result in first.layers]
     assert torch.equal(sim.model(fresh), anew.model(fresh))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:in 4 weights of experts")
+def test_a_run_that_was_killed_among_experts_that_wait_for_others_goes_on_bit_for_bit(tmp_path):
+    fused, data, _ = mixture(experts=3, chosen=1)
+    with torch.no_grad():
+        fused.gate.weight[2] = 0
+        fused.gate.weight[0] = 5 * fused.gate.weight[0].abs()
+    model, data = fused.apart(), [batch.abs() for batch in data]
+
+    def run():
+        sim = simulation(model, data)
+        options = qtk.LayerwiseOptions(checkpoint_dir=tmp_path)
+        return sim.model.state_dict(), qtk.apply_gptq(sim, data, options=options, progress=False).pooled
+
+    expected, pooled = run()
+    files = sorted(tmp_path.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    for finished in range(1, len(files)):
+        for file in files[finished:]:
+            file.unlink(missing_ok=True)
+        found, own = run()
+        assert own == pooled
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

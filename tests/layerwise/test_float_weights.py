@@ -16,7 +16,8 @@ def rewritten():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
     data = [torch.randn(64, 16)]
-    sim = qtk.QuantSim(model, data[0], weight_bits=2)
+    rules = [{"match": {"op": ["linear"]}, "weight": {"scheme": "min_max"}}]
+    sim = qtk.QuantSim(model, data[0], weight_bits=2, config={"version": 1, "extends": "default", "rules": rules})
     sim.compute_encodings(data, progress=False)
     qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(holdout=0), progress=False)
     return model, sim, data
