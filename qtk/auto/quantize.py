@@ -28,7 +28,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.width import FROM_CONFIG, FromConfig, Width, width_to_json
 from qtk.data.forward_pass import Batch, Forward, in_memory
-from qtk.data.sequences import apart
+from qtk.data.sequences import Sequences, apart, begins
 from qtk.data.valid_tokens import Valid
 from qtk.errors import OUT_OF_MEMORY, CalibrationError, QtkError, first_line
 from qtk.graph.footprint import footprint
@@ -140,7 +140,7 @@ def quantize(
         "activation_bits": width_to_json(activation_bits), "batches": len(batches), "held_out": len(held_out),
         "metric": metric, "metric in float": f"{in_float:.6g}", "scheme": scheme, "outputs": f"{judge.power:.4e}",
         "data": f"{_sum(list(batches)):.4e}", "states": dict(states),
-    }
+    } | ({"sequences": begins(batches)} if isinstance(batches, Sequences) else {})
     log = TrialLog(None if directory is None else Path(directory), settings)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), deadline, log)

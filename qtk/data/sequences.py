@@ -66,6 +66,16 @@ def like(data: object, batches: list[object]) -> list[object] | Sequences:
     return Sequences(batches, reset=data.reset) if isinstance(data, Sequences) else batches
 
 
+def begins(batches: Sequences) -> list[int]:
+    """The numbers of the batches at which a sequence begins.
+
+    >>> begins(Sequences([1, 2, 3, 4, 5], reset=2))
+    [0, 2, 4]
+    """
+    reset = batches.reset
+    return [at for at, each in enumerate(batches) if (reset(each) if callable(reset) else at % reset == 0)]
+
+
 def apart(batches: list[object] | Sequences, share: float) -> tuple[list[object] | Sequences, list[object] | Sequences]:
     """Cuts batches in two, the second with about ``share`` of them, at least one, both of whole sequences.
 
@@ -75,10 +85,7 @@ def apart(batches: list[object] | Sequences, share: float) -> tuple[list[object]
     Raises: CalibrationError if they are one sequence.
     """
     items = list(batches)
-    starts: Iterable[int] = range(len(items))
-    if isinstance(batches, Sequences):
-        reset = batches.reset
-        starts = [at for at, each in enumerate(items) if (reset(each) if callable(reset) else at % reset == 0)]
+    starts = begins(batches) if isinstance(batches, Sequences) else range(len(items))
     wanted = len(items) - max(1, round(share * len(items)))
     cut = min((at for at in starts if at), key=lambda at: abs(at - wanted), default=None)
     if cut is None:

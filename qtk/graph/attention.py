@@ -12,7 +12,7 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import Port, ports
 from qtk.operators.op_row import OpRow, Role
-from qtk.operators.targets import schema_arguments
+from qtk.operators.targets import aten_name, schema_arguments
 from qtk.quantizers.quantizer import Quantizer
 
 FUSED, SOFTMAX, EINSUM = "attention", "softmax", "einsum"
@@ -84,14 +84,24 @@ def _spelled_out(flow: Flow, node: fx.Node) -> Iterator[AttentionReads]:
             continue
         dim = schema_arguments(softmax)["dim"]
         over = dim - softmax.meta["val"].ndim if isinstance(dim, int) and dim >= 0 else dim
-        for product in _products(flow, softmax):
-            own = _factors(flow, product)
-            for keys in own:
-                found = _axes(keys, own)
-                if found is not None and found.place == over:
-                    yield AttentionReads(Operand(keys, found.alone, found.summed),
-                                         Operand(values, axes.summed, axes.alone))
-                    return
+        keys = [Operand(key, found.alone, found.summed) for product in _products(flow, softmax)
+                for own in [_factors(flow, product)] for key in own
+                if (found := _axes(key, own)) is not None and found.place == over]
+        if keys:
+            yield AttentionReads(_of_tokens(flow, keys, values), Operand(values, axes.summed, axes.alone))
+            return
+
+
+def _of_tokens(flow: Flow, keys: list[Operand], values: Port) -> Operand:
+    """The keys among the factors of several scores that are added up: positions are no data of the values."""
+    if len(keys) == 1:
+        return keys[0]
+    read, of_values = [_inputs(flow, key.port.value) for key in keys], _inputs(flow, values.value)
+    return max(zip(keys, read, strict=True), key=lambda each: (not of_values.isdisjoint(each[1]), bool(each[1])))[0]
+
+
+def _inputs(flow: Flow, value: fx.Node) -> set[fx.Node]:
+    return {node for node in _behind(flow, value, lambda row: False) if node.op == "placeholder"}
 
 
 def _factors(flow: Flow, node: fx.Node) -> list[Port]:
@@ -116,9 +126,14 @@ def _axes(factor: Port, factors: list[Port]) -> _Axes | None:
     """``None`` if several axes are of its own or summed."""
     node, left = factor.user, factors[0]
     if not isinstance(node.args[0], str):  # of an einsum the equation
-        return _Axes(-2, -1, -2) if factor is left else _Axes(-1, -2, -1)
-    terms, _, output = node.args[0].replace(" ", "").partition("->")
-    own, other = terms.split(",") if factor is left else reversed(terms.split(","))
+        if factor is left:
+            return _Axes(-2, -1, -2)
+        return _Axes(-2, -1, -1) if aten_name(node.target) == "linear" else _Axes(-1, -2, -1)
+    terms, arrow, output = node.args[0].replace(" ", "").partition("->")
+    letters = terms.replace(",", "").replace(".", "")
+    output = output if arrow else "..." + "".join(sorted(each for each in letters if letters.count(each) == 1))
+    own, *others = (terms.split(",")[each.item or 0] for each in sorted(factors, key=lambda each: each is not factor))
+    other = "".join(others)
     alone = [each for each in own if each in output and each not in other]
     summed = [each for each in own if each in other and each not in output]
     if len(alone) != 1 or len(summed) != 1:

@@ -159,7 +159,7 @@ def _plan(
     place = _place(draft, way, ports)
     moved = place or way[-1]
     decision = Decision(_setting(setting, moved), True, KEY)
-    if _lacks_axes(setting, decision.setting, way[0], moved):
+    if _lacks_axes(draft.flow, setting, decision.setting, way[0], moved):
         draft.misfits.append(
             f"{value_site(moved.node)}: keys or values {list(moved.node.meta['val'].shape)}, of which the axes of "
             f"heads, tokens and width are not told apart; write {KEY}: {{dtype: {setting.dtype}, granularity: "
@@ -186,18 +186,32 @@ def _setting(setting: KvCache, moved: _Moved) -> TensorSetting:
     return given
 
 
-def _lacks_axes(setting: KvCache, decided: TensorSetting, root: _Moved, moved: _Moved) -> bool:
-    """Whether there is no axis that scales are asked for; keys computed as [batch, tokens, width] have one head."""
+def _lacks_axes(flow: Flow, setting: KvCache, decided: TensorSetting, root: _Moved, moved: _Moved) -> bool:
+    """Whether there is no axis that scales are asked for."""
     rank = moved.node.meta["val"].ndim
-    has_one_head = root.node.meta["val"].ndim == 3 and None not in (root.tokens, root.width)
     return (decided.granularity == "per_token" and moved.width != rank - 1) or (
-        setting.granularity == "per_head" and decided.axis is None and not has_one_head)
+        setting.granularity == "per_head" and decided.axis is None and not _has_one_head(flow, root))
+
+
+def _has_one_head(flow: Flow, root: _Moved) -> bool:
+    """Whether keys or values are computed as [batch, tokens, width], not of what had an axis more, as of heads."""
+    node: fx.Node | None = root.node
+    if root.node.meta["val"].ndim != 3 or None in (root.tokens, root.width):
+        return False
+    while node is not None and node.meta["val"].ndim == 3:
+        row, source = flow.row(node), flow.carried(node)
+        if source is None and row is not None and not row.multiplies:
+            source = next((port.value for port in flow.data_ports(node)
+                           if port.value.meta["val"].shape == node.meta["val"].shape), None)
+        node = source
+    return node is None or node.meta["val"].ndim < 3
 
 
 def _place(draft: Draft, way: Sequence[_Moved], ports: Set[tuple[fx.Node, int]]) -> _Moved | None:
     """Where a quantizer stands on the way, before keys or values are repeated; ``None``: only where they are read.
 
-    That is the first place where they are [batch, heads, tokens, width], else where they have heads, else at all.
+    That is the first place where they are [batch, heads, tokens, width], else where they have heads, else where the
+    width of a head is an axis, else at all.
     """
     own: list[_Moved] = []
     for moved in way:
@@ -206,7 +220,8 @@ def _place(draft: Draft, way: Sequence[_Moved], ports: Set[tuple[fx.Node, int]])
             break
         if exclusion(moved.node) is None and _is_read_as_cache(draft, moved.node, ports):
             own.append(moved)
-    preferred = (each for fits in (lambda each: each.is_canonical, lambda each: each.heads is not None)
+    preferred = (each for fits in (
+        lambda each: each.is_canonical, lambda each: each.heads is not None, lambda each: each.width is not None)
                  for each in own if fits(each))
     return next(preferred, own[0] if own else None)
 

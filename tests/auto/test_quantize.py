@@ -299,3 +299,17 @@ def test_it_is_not_tried_where_the_runtime_has_none_or_the_config_is_ones_own(op
     net, data = outliers()
     _, account = qtk.quantize(net, data, max_drop=-1.0, time_limit=1.0, progress=False, **options)
     assert "dynamic quantization" not in [trial.step for trial in account.trials]
+
+
+@pytest.mark.medium
+def test_a_directory_is_of_sequences_that_begin_where_these_do(tmp_path):
+    class Sum(nn.Module):
+        def forward(self, x, total):
+            return x.relu(), total + x
+
+    batches = [(torch.ones(2, 1) * index, torch.zeros(2, 1)) for index in range(12)]
+    settings = {"states": {"total": 1}, "max_drop": 1.0, "directory": tmp_path, "progress": False}
+    for _ in range(2):
+        qtk.quantize(Sum(), qtk.Sequences(batches, reset=3), **settings)
+    with pytest.raises(ConfigError, match="sequences differ"):  # the last three judge, as before
+        qtk.quantize(Sum(), qtk.Sequences(batches, reset=9), **settings)

@@ -314,3 +314,22 @@ def test_a_scan_and_what_it_reads_stay_in_float_and_say_so():
     assert "read by scan, a scan over time, which is one op in float" in reasons["proj:out"]
     assert "read by scan" in reasons["sigmoid:out"]
     assert {"proj.weight", "out.weight", "scan:out[0]"} <= {*sim.quantizers}  # an op of integers reads the result
+
+
+class Positions(nn.Module):
+    """Sums of its own, as of position ids, and no recurrence; called by names too."""
+
+    def forward(self, hidden, *, mask=None):
+        return hidden if mask is None else hidden * mask.cumsum(1)[..., None]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_inputs_of_code_with_sums_keep_their_names(wrapped):
+    kind = Positions
+    if wrapped:
+        kind = type("Wrapped", (nn.Module,), {"forward": documented(lambda self, hidden: hidden.cumsum(1))})
+    before = vars(kind.forward).copy()
+    prepared = qtk.prepare_model(kind().eval(), torch.randn(2, 3, 4))
+    assert [node.name for node in prepared.graph.find_nodes(op="placeholder")] == ["hidden"]
+    assert prepared(hidden=torch.zeros(2, 3, 4)).shape == (2, 3, 4)
+    assert vars(kind.forward) == before

@@ -22,6 +22,11 @@ def with_sinks(q, k, v):
     return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
 
 
+def positions(q):
+    """What is the same for all data, though computed by the graph."""
+    return torch.sin(q.new_ones(5, 8).cumsum(0) * torch.arange(1.0, 9.0))
+
+
 FORMS = {
     "fused": (F.scaled_dot_product_attention, (-2, -1, -2, -1)),
     "small ops": (lambda q, k, v: F.dropout((q @ k.mT * 0.3).softmax(-1)) @ v, (-1, -2, -2, -1)),
@@ -33,6 +38,12 @@ FORMS = {
         torch.ones(1, 1, 5), q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)), (-1, -2, -2, -1)),
     "einsum": (lambda q, k, v: torch.einsum(
         "bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1), v), (-3, -1, -3, -1)),
+    "einsum of three": (lambda q, k, v: torch.einsum(
+        "d,bhqd,bhkd->bhqk", q.new_ones(8), q, k).softmax(-1) @ v, (-2, -1, -2, -1)),
+    "einsum without a result": (lambda q, k, v: torch.einsum(
+        "...ij,...jk", torch.einsum("...ij,...kj", q, k).softmax(-1), v), (-2, -1, -2, -1)),
+    "linear": (lambda q, k, v: F.linear(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0], (-2, -1, -2, -1)),
+    "positions first": (lambda q, k, v: (q @ positions(q).mT + q @ k.mT).softmax(-1) @ v, (-1, -2, -2, -1)),
     "a scaled weight": (lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5) @ v, (-1, -2, -2, -1)),
 }
 

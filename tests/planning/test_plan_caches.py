@@ -72,6 +72,18 @@ class Unbroken(nn.Module):
         return (k @ k.mT).softmax(-1) @ k
 
 
+class Scaled(nn.Module):
+    """Heads share the axis of the batch, where keys and values are multiplied with a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Linear(16, 16)
+
+    def forward(self, x):
+        k = self.k(x).unflatten(-1, (2, 8)).transpose(1, 2).flatten(0, 1) * 0.5
+        return (k @ k.mT).softmax(-1) @ (k + 1)
+
+
 PREPARED = functools.cache(lambda kind: qtk.prepare_model(kind().eval(), X))
 
 
@@ -122,11 +134,27 @@ def test_keys_that_are_queries_are_rounded_where_attention_reads_them():
 
 
 @pytest.mark.medium
+def test_the_attention_of_torch_with_its_weights_has_a_scale_for_each_token():
+    class SelfAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)  # heads on the axis of the batch
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    found = of_caches(planned(config("per_token"), SelfAttention))
+    assert [str(decided.spec) for decided in found.values()] == ["int8 per_token symmetric narrow dynamic"] * 2
+
+
+@pytest.mark.medium
 def test_errors():
     with pytest.raises(SpecError, match=r"the axes of heads, tokens and width are not told apart; write kv_cache: "
                                         r"\{dtype: int8, granularity: per_tensor\}"):
         planned(config("per_head"), Unbroken)
     assert of_caches(planned(config(), Unbroken))
+    with pytest.raises(SpecError, match="the axes of heads, tokens and width are not told apart"):
+        planned(config("per_head"), Scaled)  # what is computed on the axis of batch and heads is of no single head
     with pytest.raises(ConfigError, match="kv_cache of the config quantizes keys and values of attention, and the "
                                           "graphs of this model have none"):
         planned(config(), lambda: nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1)))
