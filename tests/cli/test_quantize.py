@@ -78,7 +78,7 @@ def test_auto_finds_what_reaches_the_drop(project, tmp_path):
     auto = {**low, "name": "auto", "auto": {"max_drop": -1.0}}  # never reached, so that all is tried
     recipe, printed = load_recipe(project.recipe(settings=[low, auto])), io.StringIO()
     scores = quantize(recipe, tmp_path / "results", force=False, console=Console(file=printed, width=200)).models["net"]
-    assert scores["auto"].sqnr_db > scores["w4"].sqnr_db + 2
+    assert scores["auto"].sqnr_db > scores["w4"].sqnr_db + 1
     assert "drop of top1, at most -1 asked" in printed.getvalue()
     assert "auto: not reached, nothing else is left to try" in printed.getvalue()
     exported = [{**auto, "auto": {"max_drop": 100.0}}]
