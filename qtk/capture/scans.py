@@ -101,9 +101,6 @@ def scans_as_ops(model: nn.Module, call: Call) -> Iterator[list[Scan]]:
                 stack.callback(vars(function).pop, "__signature__")
                 vars(function)["__signature__"] = inspect.signature(function)
             function.__code__ = _code_that_calls(_Caller(function, plain, scans))
-            if not hasattr(function, "__wrapped__"):  # tracers read the names of a model's inputs from its signature
-                stack.callback(delattr, function, "__wrapped__")
-                function.__wrapped__ = plain  # type: ignore[attr-defined]
         yield scans
 
 

@@ -37,8 +37,9 @@ class RequiredStatistics:
     def union(each: Sequence[RequiredStatistics]) -> RequiredStatistics:
         """Statistics that are enough for all of ``each``: over all columns if the blocks differ.
 
-        >>> RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
-        RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32, holdout=None)
+        >>> both = RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
+        >>> both == RequiredStatistics(4, sample_rows=9)
+        True
         """
         blocks = {required.block for required in each}
         return RequiredStatistics(

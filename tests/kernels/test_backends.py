@@ -31,7 +31,7 @@ def test_setup_builds_the_library_that_is_looked_for():
     assert f'NATIVE = "{LIBRARY.stem}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.skipif(load_native() is not None, reason=f"C++ kernels: {load_native()}")
 def test_it_can_be_switched_off():
     code = ("import qtk, torch; from qtk.ops.fake_quantize import fake_quantize; print(qtk.backends()['cpu']);"

@@ -21,7 +21,7 @@ class TestDecomposed(conformance.Conformance):
     backward = staticmethod(backward)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [
     "channel_last_wide", "block_deep",
