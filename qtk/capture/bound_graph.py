@@ -20,16 +20,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.capture.container_code import Leaf, Parts, parts_of
+from qtk.core.dtypes import FloatDtype
 from qtk.graph.captured_graph import BOUND, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
 from qtk.nn.tap import all_idle
 from qtk.operators.targets import attribute
-from qtk.ops.simulate import bound_simulate
+from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize_float import fake_quantize_float
+from qtk.ops.registration import NATIVE
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import OpOverload, branches, call_structure, has_hooks, pytree, schema_of
 
 VARIABLE = re.compile(r"\bv\d+\b")
+
+_FAKE_QUANTIZE: Any = torch.ops.qtk.fake_quantize.default if NATIVE else fake_quantize
+"""What ``fake_quantize`` computes, without its checks where no gradient is recorded."""
 
 
 class Name(str):
@@ -194,9 +200,13 @@ class _Writer:
             if value.op == "get_attr" and module.repeatable:
                 return self._weight(module, self._scope[args[0]])
             if module.scale is not None and not module.learns_range and module.momentum is None:
-                function, others = bound_simulate(
-                    module.spec, module.scale, module.zero_point, value.meta["val"].ndim)
-                return self._call(function, (*args, *others), {}, once=False)
+                block_size = list(module.spec.granularity.block_size(value.meta["val"].ndim))
+                if isinstance(module.spec.dtype, FloatDtype):
+                    given = (*args, module.scale, block_size, module.spec.dtype.name)
+                    return self._call(fake_quantize_float, given, {}, once=False)
+                codes = int(module.spec.qmin), int(module.spec.qmax)
+                given = (*args, module.scale, module.zero_point, block_size, *codes)
+                return self._call(_FAKE_QUANTIZE, given, {}, once=False)
         return self._call(module, args, kwargs, once=False)
 
     def _weight(self, quantizer: Quantizer, parameter: object) -> Name:

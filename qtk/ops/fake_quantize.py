@@ -7,7 +7,7 @@ axis, n for blocks of n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,3 @@ def fake_quantize(
     except ValueError:
         check_range(scale, zero_point, x.shape, block_size)  # raises a SpecError with the shapes
         raise
-
-
-WITHOUT_GRADIENT: Callable[..., Tensor] = _OP if NATIVE else fake_quantize
-"""What ``fake_quantize`` computes, without its checks, for calls in which no gradient is recorded."""

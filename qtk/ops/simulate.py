@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 import qtk.ops.onnx_form  # noqa: F401  torch.onnx.export finds the ops' decompositions
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
-from qtk.ops.fake_quantize import WITHOUT_GRADIENT, fake_quantize
+from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic, range_of
 from qtk.ops.fake_quantize_float import fake_quantize_float
 
@@ -25,19 +23,6 @@ def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | Non
     if isinstance(spec.dtype, FloatDtype):
         return fake_quantize_float(x, scale, block_size, spec.dtype.name)
     return fake_quantize(x, scale, zero_point, block_size, int(spec.qmin), int(spec.qmax))
-
-
-def bound_simulate(
-    spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, ndim: int
-) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
-    """A function that computes what ``simulate`` does of tensors of ``ndim`` axes, without gradients.
-
-    Returns: the function, and its arguments after the tensor.
-    """
-    block_size = list(spec.granularity.block_size(ndim))
-    if isinstance(spec.dtype, FloatDtype):
-        return fake_quantize_float, (scale, block_size, spec.dtype.name)
-    return WITHOUT_GRADIENT, (scale, zero_point, block_size, int(spec.qmin), int(spec.qmax))
 
 
 def simulate_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
