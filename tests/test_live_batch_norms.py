@@ -377,7 +377,8 @@ def test_reestimated_statistics_are_those_of_the_codes_which_stay():
     sim.model.eval()
     q = sim.quantizers["3.weight"]
     seen = []
-    handle = q.register_forward_hook(lambda *call: seen.append(torch.round(call[2] / q.scale.reshape(-1, 1, 1, 1))))
+    handle = q.register_forward_hook(  # a calibration runs the weight in float
+        lambda *call: seen.append(torch.round(call[2] / q.scale.reshape(-1, 1, 1, 1)).clamp(-2, 1)))
     sim.model(BATCHES[0])
     before = sim.model.get_buffer("4.running_var").clone()
     result = qtk.reestimate_batch_norms(sim, BATCHES, progress=False)

@@ -21,7 +21,7 @@ def encoding_by(calibrator, spec, x=X):
 def test_the_scale_is_the_largest_magnitude_over_half_the_span(bits, granularity):
     spec = QuantSpec(dtype(f"int{bits}"), granularity, symmetric=True)
     blocks = {PerTensor(): X.reshape(1, -1), PerChannel(0): X}.get(granularity, X.reshape(-1, 32)).double()
-    expected = blocks.abs().amax(1) / ((2**bits - 1) / 2)
+    expected = blocks.abs().amax(1) / ((2**bits - 1) / 2) * 4095 / 4096
     torch.testing.assert_close(encoding_by(AbsMax(), spec).scale.flatten().double(), expected, rtol=1e-6, atol=0)
 
 
@@ -34,6 +34,16 @@ def test_normal_weights_of_few_bits_lose_less_than_by_min_max(bits):
         codes = (X.double() / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         errors.append(float((X - codes * scale).square().sum()))
     assert errors[0] < 0.9 * errors[1]
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_factor_changes_no_code(bits):
+    spec = QuantSpec(dtype(f"int{bits}"), PerChannel(0), symmetric=True)
+    weight = X - 0.5  # the largest magnitudes are negative
+    codes = [(each / encoding_by(AbsMax(), spec, each).scale.reshape(-1, 1)).round()
+             for each in (weight, *(weight * torch.rand(6, 1) for _ in range(50)))]
+    assert all(torch.equal(each, codes[0]) for each in codes)
+    assert codes[0].min() == -(2 ** (bits - 1))
 
 
 @pytest.mark.parametrize("spec", [

@@ -188,7 +188,8 @@ def test_a_layer_in_few_bits_computes_what_torch_does_with_rounded_weights():
         for name, weight in net.named_parameters():
             if "weight" in name:
                 most = 3 if "l1" in name else 127
-                scale = max(weight.max() / most, -weight.min() / (most + 1))
+                scale = weight.abs().max() / 3.5 * 4095 / 4096 if "l1" in name else max(
+                    weight.max() / most, -weight.min() / (most + 1))
                 weight.copy_((weight / scale).round().clamp(-most - 1, most) * scale)
         torch.testing.assert_close(sim.model(X), net(X), atol=1e-5, rtol=1e-5)
 

@@ -188,7 +188,7 @@ def test_learning_lowers_the_loss_more_than_fixed_ranges_do():
         x = batches()[step % 3]
         (sim.model(x) - teacher(x).detach()).square().mean().backward()
         optimizer.step()
-    assert loss() < 0.8 * start
+    assert loss() < 0.9 * start
 
 
 @pytest.mark.medium

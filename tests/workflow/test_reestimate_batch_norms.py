@@ -65,7 +65,7 @@ def test_the_error_of_low_bits_falls():
     before = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
     qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
     after = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
-    assert after < 0.8 * before
+    assert after < 0.9 * before
 
 
 @pytest.mark.sample(1)
