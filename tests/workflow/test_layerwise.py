@@ -14,8 +14,8 @@ from tests.zoo.prepared import pair, slow_but
 
 @pytest.mark.medium
 def test_methods_in_one_walk():
-    model, sim, data = problem()
-    alone = problem()[1]
+    model, sim, data = problem(weight_bits=4)
+    alone = problem(weight_bits=4)[1]
     qtk.apply_gptq(alone, data, progress=False)
     qtk.apply_layerwise(sim, data, ["seq_mse(num_candidates=30)", "gptq", "bias_correction"], progress=False)
     assert lost(model, sim, data) < lost(model, alone, data)
