@@ -19,7 +19,7 @@ MOVEMENT = frozenset((
     "DepthToSpace", "Dropout", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Pad", "Reshape", "Slice",
     "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 ))
-"""ONNX operators that hand on the values of their input, and so its encoding, which AIMET writes once more."""
+"""ONNX operators that pass on the values of their input, and so its encoding, which AIMET writes once more."""
 
 KINDS = {"Gemm": "linear", "MatMul": "matmul", "Concat": "cat", "LayerNormalization": "layer_norm"}
 """ONNX operator → kind of op in a site, where it is not the name in lower case."""

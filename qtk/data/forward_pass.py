@@ -131,7 +131,7 @@ def run_all(
 ) -> None:
     """Runs the model over all of ``data`` and drops what it returns; arguments as for ``outputs``.
 
-    A function as data hands states on itself.
+    A function as data passes states on itself.
 
     Raises: CalibrationError as ``outputs``.
     """

@@ -32,7 +32,7 @@ class Product(enum.Enum):
 class Scaling(enum.Enum):
     """What becomes of positive factors r of the channels of the values that an op reads.
 
-    Which factors the op can hand on, and which its parameters can absorb, so that the function of the model is kept.
+    Which factors the op can pass on, and which its parameters can absorb, so that the function of the model is kept.
     """
 
     PINNED = "no factor may reach the op, and none leaves it"

@@ -1,6 +1,6 @@
 """Which ops a value feeds: those that read it, directly or through sums, averages, bounds, merges and data movement.
 
-A product with a parameter or a number (layer scale) hands a value on, too. A softmax or sigmoid hands on that the
+A product with a parameter or a number (layer scale) passes a value on, too. A softmax or sigmoid passes on that the
 largest values are looked for, for it keeps their order: a router's.
 
 In a transformer, the values that feed a norm are its residual stream: every sum that the next one adds to, the sum of

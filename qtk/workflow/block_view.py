@@ -118,7 +118,7 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
 
 
 def _module_read(node: fx.Node) -> nn.Module | None:
-    """The module that a node hands on, ``None`` if it hands on none."""
+    """The module that a node reads as an attribute, ``None`` if it reads none."""
     owner = node.graph.owning_module
     value = attribute(owner, str(node.target)) if node.op == "get_attr" and owner is not None else None
     return value if isinstance(value, nn.Module) else None

@@ -87,7 +87,7 @@ class OnnxOptions:
             and warn of what departs from the simulation.
         output_names: names of the outputs, in order; ``None``: those of the model's dict, or ``output_0``,
             ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
-        state_codes: take and return ``states`` as their integer codes, which a loop hands on as they are: of 8 bits a
+        state_codes: take and return ``states`` as their integer codes, which a loop passes on as they are: of 8 bits a
             quarter of the bytes. Which output an input is next, and the encodings, stand in the file.
     """
 

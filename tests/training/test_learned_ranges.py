@@ -174,8 +174,10 @@ def test_recalibration_keeps_the_mode_and_the_parameters():
 
 @pytest.mark.medium
 def test_learning_lowers_the_loss_more_than_fixed_ranges_do():
-    """Weights stay as they are: what gets better does so by the ranges."""
-    sim, teacher = simulated(weight_bits=3, activation_bits=3), net()
+    """Weights stay as they are: what gets better does so by the ranges, which begin as those of min_max."""
+    rules = [{"match": {"op": ["conv", "linear"]}, "weight": {"scheme": "min_max"}}]
+    sim = simulated(weight_bits=3, activation_bits=3, config={"version": 1, "extends": "default", "rules": rules})
+    teacher = net()
 
     def loss():
         return sum(float((sim.model(x) - teacher(x)).square().mean()) for x in batches())
@@ -188,7 +190,7 @@ def test_learning_lowers_the_loss_more_than_fixed_ranges_do():
         x = batches()[step % 3]
         (sim.model(x) - teacher(x).detach()).square().mean().backward()
         optimizer.step()
-    assert loss() < 0.9 * start
+    assert loss() < 0.8 * start
 
 
 @pytest.mark.medium

@@ -55,17 +55,18 @@ def test_what_is_behind_is_forgotten_and_what_is_before_is_kept():
 
 @pytest.mark.medium
 def test_the_error_of_low_bits_falls():
-    """Weights of 2 bits move the statistics away from those of the float model."""
+    """Weights of 2 bits, of which min_max uses half, move the statistics away from those of the float model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1), nn.BatchNorm2d(4))
     torch.optim.swa_utils.update_bn(BATCHES, model)
     model.eval()
-    sim = qtk.QuantSim(model, BATCHES[0], config=LIVE, weight_bits=2, activation_bits=None)
+    config = {**LIVE, "rules": [{"match": {"op": "conv"}, "weight": {"scheme": "min_max"}}]}
+    sim = qtk.QuantSim(model, BATCHES[0], config=config, weight_bits=2, activation_bits=None)
     sim.compute_encodings(None, progress=False)
     before = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
     qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
     after = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
-    assert after < 0.9 * before
+    assert after < 0.8 * before
 
 
 @pytest.mark.sample(1)

@@ -33,7 +33,7 @@ class _Pair:
 
 
 def return_codes(model: ir.Model) -> None:
-    """Lets the states that callers hand on be codes. In place.
+    """Lets the states that callers pass on be codes. In place.
 
     Args:
         model: the file, with its sites and states in its metadata.
