@@ -37,14 +37,14 @@ from torch.utils import _pytree as pytree  # nested values: flattening, mapping,
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every ATen op that runs
 
 __all__ = [
-    "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase", "CallStructure",
-    "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "base_of",
-    "below_autograd", "call_structure", "checking_sizes", "custom_functions", "drop_input_guards", "empty_like",
-    "flatten_as", "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_hooks", "has_length_hint", "hooks",
-    "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
-    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept", "python_kernel",
-    "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names", "saves_result",
-    "schema_of", "size_guards", "storage_of", "version_of", "without_modes",
+    "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase",
+    "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
+    "base_of", "below_autograd", "call_structure", "checking_sizes", "custom_functions", "drop_input_guards",
+    "empty_like", "flatten_as", "function_modes", "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_length_hint",
+    "hooks", "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export",
+    "is_traced", "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
+    "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
+    "saves_result", "schema_of", "size_guards", "storage_of", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF
@@ -65,8 +65,14 @@ HOOK_TABLES = {
 }
 """Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
 
+GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in HOOK_TABLES]
+"""The hooks of all modules."""
+
 GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
 """Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of ``TorchFunctionMode`` that are active."""
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which ops skip their autograd layer, where nothing needs a gradient."""
@@ -256,12 +262,6 @@ def version_of(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> int:
     """A number of the memory that ``tensor`` is in, also of one without data, as long as some tensor in it is held."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something runs before or after the forward or backward of ``module``, besides hooks of all modules."""
-    before = module._forward_pre_hooks or module._backward_pre_hooks
-    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def hooks(module: nn.Module) -> set[Callable[..., object]]:

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from qtk import torch_private
 from qtk.torch_private import (
+    GLOBAL_HOOKS,
     GRAPH_MODULE_NAMES,
     HOOK_TABLES,
     MODULE_CALL,
@@ -33,10 +34,10 @@ from qtk.torch_private import (
     drop_input_guards,
     empty_like,
     flatten_as,
+    function_modes,
     fx_pytree,
     graph_from_bytes,
     graph_to_bytes,
-    has_hooks,
     has_length_hint,
     hooks,
     hooks_on_saved_tensors_work,
@@ -272,20 +273,29 @@ def test_dropoutbase(kind):
     assert not isinstance(nn.ReLU(), DropoutBase)
 
 
-def test_has_hooks():
-    assert not has_hooks(nn.ReLU())
-    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
-        module = nn.ReLU()
-        getattr(module, f"register_{register}_hook")(print)
-        assert has_hooks(module)
-        assert len(hooks(module)) == 1
-
-
 def test_hooks():
     module, other = nn.ReLU(), nn.ReLU()
     module.register_forward_hook(print)
     assert hooks(module) == {print}
     assert hooks(other) == set()
+    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        module = nn.ReLU()
+        getattr(module, f"register_{register}_hook")(print)
+        assert len(hooks(module)) == 1
+
+
+def test_global_hooks():
+    before = [len(table) for table in GLOBAL_HOOKS]
+    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        handle = getattr(nn.modules.module, f"register_module_{register}_hook")(lambda *given: None)
+        assert sum(map(len, GLOBAL_HOOKS)) == sum(before) + 1
+        handle.remove()
+
+
+def test_function_modes():
+    with torch.device("cpu"):
+        assert function_modes() == 1
+    assert function_modes() == 0
 
 
 def test_below_autograd():

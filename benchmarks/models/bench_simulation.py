@@ -2,9 +2,10 @@
 
 The ways: the float model; its W8A8 simulation (default target); the same graph with ``torch.fake_quantize_*`` in place
 of qtk's operator; each also compiled by Inductor; ``compute_encodings`` (min_max), a pass over the data in eager mode.
-Way by way in turns, medians of ratios within a turn; compiled ways against the compiled float model. Eager, qtk
-quantizes the weights once, as its own functions do; torch's operator and compiled ways do so in every forward. Weights
-are random: the time does not depend on them.
+On a GPU each way is replayed as a CUDA graph, too, eager and compiled: what is left without the host. Way by way in
+turns, medians of ratios within a turn; compiled ways against the compiled float model, graphs against its graph.
+Eager, qtk quantizes the weights once, as its own functions do; torch's operator, compiled ways and graphs do so in
+every forward. Weights are random: the time does not depend on them.
 
     python benchmarks/models/bench_simulation.py --device cuda --csv simulation.csv
     python benchmarks/models/bench_simulation.py --quick
@@ -57,14 +58,33 @@ def measure(name: str, x: Tensor, turns: int, *, compiled: bool) -> list[dict[st
     if torch.equal(simulated, expected) or not bool(torch.isfinite(simulated).all()):
         raise SystemExit(f"{name}: the simulation quantizes nothing, or is not finite; no speed is given")
     rows = []
+    on_gpu = x.device.type == "cuda"
     with caching(sim.model):  # weights are quantized once, as in an evaluation
         eager: dict[str, Callable[[], object]] = {way: (lambda run=run: run(x)) for way, run in ways.items()}
         eager[CALIBRATION] = lambda: sim.compute_encodings([x], progress=False)
         rows += timed(name, "eager", eager, x, turns)
+        if on_gpu:
+            rows += timed(name, "CUDA graph", {way: captured(run, x) for way, run in ways.items()}, x, turns)
     if compiled:
         runs = {way: torch.compile(run) for way, run in ways.items()}
         rows += timed(name, "compiled", {way: (lambda run=run: run(x)) for way, run in runs.items()}, x, turns)
+        if on_gpu:
+            rows += timed(name, "compiled, CUDA graph", {way: captured(run, x) for way, run in runs.items()}, x, turns)
     return rows
+
+
+def captured(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    """Replays a call as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(x)
+    return graph.replay
 
 
 def timed(

@@ -18,6 +18,7 @@ from qtk.calls.containers import register_structure
 from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_call
 from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import call_kind, input_names
+from qtk.capture.bound_graph import Binding
 from qtk.capture.known_calls import KnownCalls
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.untouched import PARENT
@@ -28,7 +29,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
 from qtk.nn.eval_mode import fast_path_off, keep_frozen
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, call_structure, has_hooks, hooks, pytree
+from qtk.torch_private import MODULE_TABLES, call_structure, hooks, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -161,15 +162,15 @@ class PreparedGraph(CapturedGraph, PreparedModel):
             known.add(graph, structure, given, leaves or ())
         else:
             graph, leaves = found
-        if graph is not self and has_hooks(self) and not hooks(self) <= hooks(graph):
+        if graph is not self and not hooks(self) <= hooks(graph):
             warnings.warn(
                 "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
                 "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
             )
-        run = graph.__dict__.get(BOUND)
-        if leaves is not None and run is not None and not is_watched():
-            return run(*leaves)
-        return nn.Module.__call__(graph, *args, **kwargs)
+        bound = graph.__dict__.setdefault(BOUND, Binding())
+        if leaves is None or is_watched() or (run := bound.function(graph)) is None:
+            return nn.Module.__call__(graph, *args, **kwargs)
+        return run(*leaves)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""

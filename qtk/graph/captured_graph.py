@@ -14,7 +14,14 @@ from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
 from qtk.operators.targets import MEMBERS, MODULE_STACK
-from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes, is_traced
+from qtk.torch_private import (
+    GRAPH_MODULE_NAMES,
+    MODULE_TABLES,
+    function_modes,
+    graph_from_bytes,
+    graph_to_bytes,
+    is_traced,
+)
 
 HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
@@ -27,7 +34,9 @@ ACTING = "_qtk_acting"
 REVISION = "qtk_revision"
 """Key of ``meta``: a number that no other code of a graph has had."""
 BOUND = "qtk_bound"
-"""Attribute of a graph while it is bound: the function that its calls without gradients run."""
+"""Attribute of a graph: its method ``function`` says what a call runs in place of the graph, if anything."""
+BOUND_FILE, BOUND_NODES = "<bound graph>", "qtk_nodes"
+"""The file that tracebacks show for such a function, and its global with the node of each line and their variables."""
 
 _REVISIONS = itertools.count(1)
 
@@ -35,8 +44,8 @@ Home: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 def is_watched() -> bool:
-    """Whether gradients are recorded, or a compiler, tracer, dispatch mode or function transform is active."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or is_traced()
+    """Whether a compiler, tracer, mode of torch or function transform is active, which sees single operators."""
+    return torch.compiler.is_compiling() or is_traced() or function_modes() > 0
 
 
 def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
@@ -90,8 +99,9 @@ class CapturedGraph(fx.GraphModule):
         self.graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.__dict__.get(BOUND)
-        return super().__call__(*args, **kwargs) if run is None or kwargs or is_watched() else run(*args)
+        bound = self.__dict__.get(BOUND)
+        run = None if bound is None or kwargs or is_watched() else bound.function(self)
+        return super().__call__(*args, **kwargs) if run is None else run(*args)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)

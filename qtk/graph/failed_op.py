@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from qtk.graph.captured_graph import BOUND_FILE, BOUND_NODES
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.sites import value_site
 
@@ -32,6 +35,11 @@ def _running(error: BaseException) -> Iterator[tuple[fx.Node, Callable[[fx.Node]
             if variables["node"].op != "get_attr":
                 yield variables["node"], variables["read"]
             continue
+        if frame.f_code.co_filename == BOUND_FILE:
+            nodes, names = frame.f_globals[BOUND_NODES]
+            if 0 <= line - 2 < len(nodes):  # below the signature, above the result
+                yield nodes[line - 2], functools.partial(_value, names, frame)
+            continue
         module = variables.get("self")
         if not isinstance(module, fx.GraphModule) or "eval_with_key" not in frame.f_code.co_filename:
             continue
@@ -39,6 +47,11 @@ def _running(error: BaseException) -> Iterator[tuple[fx.Node, Callable[[fx.Node]
         node = next((node for node in module.graph.nodes if node.name == name), None)
         if node is not None:
             yield node, lambda argument, variables=variables: variables.get(argument.name)  # type: ignore[misc]
+
+
+def _value(names: Mapping[fx.Node, str], frame: FrameType, node: fx.Node) -> object:
+    """The value of a node in a bound graph, whose expression is a variable or the place of a member."""
+    return eval(names[node], frame.f_globals, dict(frame.f_locals)) if node in names else None
 
 
 def _tensor_text(tensor: Tensor) -> str:

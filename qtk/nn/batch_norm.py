@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtk.errors import CaptureError
 from qtk.nn.eval_mode import FROZEN, keep_frozen
-from qtk.torch_private import HOOK_TABLES, BatchNormBase, has_hooks
+from qtk.torch_private import HOOK_TABLES, BatchNormBase, hooks
 
 
 class BatchNorm(nn.Module):
@@ -68,7 +68,7 @@ def batch_norm(
     if not isinstance(module, (BatchNormBase, BatchNorm)):
         _check_frozen(module)
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, float(module.eps))  # type: ignore[arg-type]
-    training, calls_hooks = module.training, has_hooks(module)
+    training, calls_hooks = module.training, bool(hooks(module))
     if calls_hooks and not _only_normalises(module):
         _warn_of_hooks(module)
         calls_hooks = False

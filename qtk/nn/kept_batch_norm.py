@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.second_run import refuse_second_run
-from qtk.torch_private import BatchNormBase, has_hooks
+from qtk.torch_private import BatchNormBase, hooks
 
 
 def folding_scale(weight: Tensor | None, running_var: Tensor, eps: float) -> Tensor:
@@ -102,7 +102,7 @@ def is_folded(module: nn.Module) -> bool:
 
     Not in train mode, nor while hooks wait for the batch norm to be called.
     """
-    return not isinstance(module, (BatchNormBase, BatchNorm)) or not (module.training or has_hooks(module))
+    return not isinstance(module, (BatchNormBase, BatchNorm)) or not (module.training or hooks(module))
 
 
 def folded_weight(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from qtk.torch_private import has_hooks
+from qtk.torch_private import hooks
 
 
 class Tap(nn.Module):
@@ -29,5 +29,5 @@ def all_idle(module: nn.Module) -> bool:
 def all_repeatable(module: nn.Module) -> bool:
     """Whether every tap in ``module`` is repeatable, and no module in it has hooks."""
     return not any(
-        has_hooks(inner) or (isinstance(inner, Tap) and not inner.repeatable) for inner in module.modules()
+        hooks(inner) or (isinstance(inner, Tap) and not inner.repeatable) for inner in module.modules()
     )

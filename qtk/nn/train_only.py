@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from qtk.torch_private import has_hooks
+from qtk.torch_private import hooks
 
 DROPOUTS = frozenset((
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -27,7 +27,7 @@ def train_only(x: Tensor, module: nn.Module, writes: bool) -> Tensor:
 
     Shape: any; result as ``x``.
     """
-    is_torchs = type(module) in DROPOUTS and not has_hooks(module)
+    is_torchs = type(module) in DROPOUTS and not hooks(module)
     if is_torchs and not module.training:  # a call would take as long as a small op
         return x
     result: Tensor = module(x.clone() if writes and module.training else x)

@@ -26,7 +26,8 @@ class FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.spec = block_size, qmin, qmax
-        return torch.empty_like(x).copy_(fake_quantized(x, scale, zero_point, block_size, qmin, qmax))
+        result = fake_quantized(x, scale, zero_point, block_size, qmin, qmax)
+        return laid_out_as(x, x.dtype, result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -37,7 +38,7 @@ class FakeQuantize(torch.autograd.Function):
         upstream = grad.reshape(ratio.shape)
         code = ratio.round() + zero
         inside = (code >= qmin) & (code <= qmax)
-        dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, upstream, 0.0).reshape(x.shape))
+        dx = laid_out_as(x, grad.dtype, torch.where(inside, upstream, 0.0).reshape(x.shape))
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - ratio, code.clamp(qmin, qmax) - zero)
@@ -47,6 +48,12 @@ class FakeQuantize(torch.autograd.Function):
             clipped = torch.where(inside, 0.0, upstream.float())
             of_zero_point = -(sum_blocks(clipped, x.shape, block_size).reshape(scale.shape) * effective_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
+
+
+def laid_out_as(x: Tensor, dtype: torch.dtype, values: Tensor) -> Tensor:
+    """The values with the strides of ``x``. Nothing is written in place: torch 2.11 loses the gradient of what was."""
+    result: Tensor = torch.ops.aten.copy.default(torch.empty_like(x, dtype=dtype), values)
+    return result
 
 
 def fake_quantized(

@@ -21,7 +21,7 @@ from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, is_learn
 from qtk.ops.forward_mode import refuse_forward_mode
 from qtk.ops.registration import NATIVE, Kernel, like_first, register
 from qtk.ops.straight_through import StraightThrough
-from qtk.torch_private import below_autograd, is_traced
+from qtk.torch_private import below_autograd, is_exporting, is_traced
 
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
 _ESTIMATOR = StraightThrough(straight_through.derivative_by_scale, lambda *given: BACKWARD(*given))
@@ -62,8 +62,7 @@ def fake_quantize(
     tensor([0.2500, 1.7500])
     """
     result: Tensor
-    # torch 2.11 says that it exports while it compiles, so that the op stays: its inlined gradient would be wrong there
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
         return result
     is_compiling = torch.compiler.is_compiling()

@@ -20,6 +20,7 @@ from qtk.ops.fake_quantize import BACKWARD
 from qtk.ops.forward_mode import refuse_forward_mode
 from qtk.ops.registration import NATIVE, Gradient, Kernel, register
 from qtk.ops.statistics import min_max
+from qtk.torch_private import is_exporting
 
 
 def _fake(
@@ -60,7 +61,7 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
             [0.3000, 0.7000]])
     """
     result: Tensor
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         scale, zero_point = range_of(x, block_size, qmin, qmax, symmetric=symmetric)
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
     else:

@@ -16,9 +16,11 @@ from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.numerics import minifloat
 from qtk.numerics.blocks import check_fit
 from qtk.numerics.minifloat import format_of
+from qtk.ops.decomposed import laid_out_as
 from qtk.ops.forward_mode import refuse_forward_mode
 from qtk.ops.registration import Kernel, like_first, register
 from qtk.ops.straight_through import StraightThrough
+from qtk.torch_private import is_exporting
 
 
 def _forward(
@@ -68,7 +70,8 @@ class _Decomposed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, *spec: Any) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.spec = spec
-        return _forward(x, scale, *spec)
+        block_size, *numbers = spec
+        return laid_out_as(x, x.dtype, minifloat.fake_quantized(x, scale, block_size, format_of(*numbers)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +97,7 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
     assert isinstance(row, FloatDtype)
     numbers = row.exponent_bits, row.mantissa_bits, row.largest
     result: Tensor
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         result = _Decomposed.apply(x, scale, block_size, *numbers)
         return result
     refuse_forward_mode("qtk::fake_quantize_float", x, scale)

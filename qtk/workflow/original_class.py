@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtk.calls.calls import Call, detached
 from qtk.calls.containers import is_cache
 from qtk.calls.signature import signature_of
-from qtk.capture.bound_graph import BoundModel
+from qtk.capture.bound_graph import weights_once
 from qtk.capture.prepared_model import PreparedModel
 from qtk.capture.skeleton import SKELETON, Skeleton
 from qtk.capture.verify_prepared import output_difference
@@ -26,14 +26,12 @@ from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.public import public
-from qtk.quantizers.modes import caching
 from qtk.quantizers.quantizer import Mode
 from qtk.torch_private import call_structure, pytree
 
 SIMULATION = "simulation"
 """The submodule of a model of the user's class that runs its simulation."""
 
-BOUND_MODEL = "bound_simulation"
 """Its attribute by which ``generate`` runs that faster."""
 
 USE_CACHE, RETURN_DICT = FLAGS = ("use_cache", "return_dict")
@@ -135,7 +133,6 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     made.__dict__.update(vars(root))
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
     made.__dict__["_modules"] = {SIMULATION: model}
-    made.__dict__[BOUND_MODEL] = BoundModel(model)
     made.training = model.training
     settings = vars(root).get("generation_config")
     if settings is not None and not _takes_cache(model, interface.signature):
@@ -148,7 +145,7 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(generate)
     def with_bound_graphs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with caching(cast(nn.Module, self._modules[SIMULATION])), vars(self)[BOUND_MODEL].running():
+        with weights_once(cast(nn.Module, self._modules[SIMULATION])):
             return generate(self, *args, **kwargs)
 
     return with_bound_graphs

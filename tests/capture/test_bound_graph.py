@@ -1,15 +1,19 @@
-"""Bound graphs compute what graphs do, bit for bit, and see what has changed between two times."""
+"""Graphs that run as functions compute what graphs do, bit for bit, and see what has changed since."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import qtk
 from qtk.calls.calls import detached
 from qtk.calls.inputs import split_inputs
-from qtk.capture.bound_graph import BoundModel
+from qtk.capture import bound_graph
+from qtk.capture.bound_graph import Binding, weights_once
 from qtk.graph.captured_graph import BOUND
 from qtk.graph.graphs import graphs
 from qtk.torch_private import pytree
@@ -37,25 +41,33 @@ def decoder():
     return sim, step
 
 
+def is_bound(graph, gradients=False):
+    with torch.set_grad_enabled(gradients):
+        return vars(graph)[BOUND].function(graph) is not None
+
+
 @pytest.mark.medium
-def test_a_bound_model_computes_the_same_and_is_bound_for_its_time_alone(decoder):
+def test_for_a_time_each_weight_is_quantized_once(decoder):
     sim, step = decoder
     longer = {"ids": words(3, 7), "cache": run(sim.model, {"ids": words(3, 6)})["cache"]}
     expected = [run(sim.model, call) for call in ({"ids": words(2, 5)}, step, longer)]
-    model = BoundModel(sim.model)
-    with model.running():
+    weight = next(each for each in sim.quantizers.values() if each.cache)
+    seen = []
+    with weights_once(sim.model), pytest.MonkeyPatch.context() as patch:
+        forward = type(weight).forward
+        patch.setattr(type(weight), "forward", lambda self, x: [seen.append(self), forward(self, x)][1])
         found = [run(sim.model, call) for call in ({"ids": words(2, 5)}, step, longer)]
-        assert all(BOUND in vars(graph) for graph in graphs(sim.model).values())
-        assert sim.model(**step)["logits"].requires_grad  # which a bound graph would not record
+        assert seen.count(weight) == 1
+        assert sim.model(**step)["logits"].requires_grad
     assert all(map(equal, found, expected))
-    assert not any(BOUND in vars(graph) for graph in graphs(sim.model).values())
+    assert all(type(vars(graph)[BOUND]) is Binding for graph in graphs(sim.model).values())
 
 
 @pytest.mark.medium
 def test_what_changes_between_two_times_is_seen(decoder):
     sim, step = copy.deepcopy(decoder)
-    model, before = BoundModel(sim.model), run(sim.model, step)
-    with model.running():
+    before = run(sim.model, step)
+    with weights_once(sim.model):
         run(sim.model, step)
     weight = next(parameter for name, parameter in sim.model.named_parameters() if name.endswith("qkv.weight"))
     weight.data.mul_(2.0)  # no version counter tells
@@ -66,7 +78,7 @@ def test_what_changes_between_two_times_is_seen(decoder):
         seen.clear()
         change()
         expected, called = run(sim.model, step), len(seen)
-        with model.running():
+        with weights_once(sim.model):
             assert equal(run(sim.model, step), expected)
         assert len(seen) == 2 * called
         assert not equal(expected, before)
@@ -75,14 +87,137 @@ def test_what_changes_between_two_times_is_seen(decoder):
 @pytest.mark.medium
 def test_a_copy_is_bound_to_the_copied_model(decoder):
     sim, step = decoder
-    model = BoundModel(sim.model)
-    with model.running():
+    with weights_once(sim.model):
         run(sim.model, step)
-    other, of_other = copy.deepcopy((sim.model, model))
+        other = copy.deepcopy(sim.model)
     next(other.parameters()).data.zero_()
-    with of_other.running():
+    with weights_once(other):
         assert equal(run(other, step), run(copy.deepcopy(other), step))
         assert not equal(run(other, step), run(sim.model, step))
+
+
+def small(activations=True):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval(), x)
+    sim.compute_encodings([x], progress=False)
+    return sim, x
+
+
+CHANGES = {
+    "a mode": lambda sim: setattr(sim.quantizers["0.weight"], "mode", qtk.Mode.BYPASS),
+    "a mode of an activation": lambda sim: setattr(sim.quantizers["input:input"], "mode", qtk.Mode.BYPASS),
+    "a range": lambda sim: sim.set_range("input:input", -0.5, 0.5),
+    "a range in place": lambda sim: sim.quantizers["2:out"].scale.mul_(2.0),
+    "a buffer put in its table": lambda sim: sim.quantizers["input:input"]._buffers.update(scale=torch.tensor([0.5])),
+    "a parameter in place": lambda sim: sim.model.get_parameter("0.weight").data.mul_(3.0),
+    "another parameter": lambda sim: setattr(sim.model.get_submodule("0"), "weight", nn.Parameter(torch.ones(4, 4))),
+    "a parametrization": lambda sim: nn.utils.parametrizations.weight_norm(sim.model.get_submodule("0"), dim=None),
+    "learned ranges": lambda sim: (sim.quantizers["input:input"].learn_range(),
+                                   sim.quantizers["input:input"].scale_factor.data.fill_(0.3)),
+    "a forward of a library": lambda sim: setattr(sim.quantizers["input:input"], "forward", lambda x: x * 0.5),
+    "a hook": lambda sim: sim.quantizers["2:out"].register_forward_hook(lambda module, given, result: result + 1),
+    "a hook of all modules": lambda sim: None,
+    "dtype": lambda sim: sim.model.double(),
+    "the code": lambda sim: rewritten(sim.model),
+}
+
+
+def rewritten(graph):
+    node = next(node for node in graph.graph.nodes if node.target is torch.ops.aten.relu.default)
+    node.target = torch.ops.aten.neg.default
+    graph.recompile()
+
+
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.medium)])
+@pytest.mark.parametrize("change", [name if name in ("a mode of an activation", "a parameter in place", "a hook")
+                                    else pytest.param(name, marks=pytest.mark.medium) for name in CHANGES])
+def test_a_change_is_seen_at_the_next_call(change, gradients):
+    sim, x = small()
+    with torch.set_grad_enabled(gradients):
+        for _ in range(3):
+            before = sim.model(x)
+        assert is_bound(sim.model, gradients)
+        handle = None
+        if change == "a hook of all modules":
+            handle = nn.modules.module.register_module_forward_hook(
+                lambda module, given, result: result * 2 if isinstance(module, nn.Sequential) else None)
+        CHANGES[change](sim)
+        x = x.to(sim.model.get_parameter("2.weight").dtype)
+        found = sim.model(x)
+        if handle is not None:
+            assert not is_bound(sim.model, gradients)
+            handle.remove()
+        plain = copy.deepcopy(sim.model) if change != "a parametrization" else sim.model
+        plain.__dict__[BOUND] = Left()
+        assert torch.equal(found, plain(x)) or change == "a hook of all modules"
+        assert found.dtype == x.dtype
+        same = "a hook of all modules", "a parametrization", "dtype"
+        assert not torch.equal(found.float(), before) or change in same
+
+
+class Left:
+    """In place of a binding: the graph is left as it is."""
+
+    def function(self, graph):
+        return None
+
+
+@pytest.mark.medium
+def test_gradients_are_those_of_the_graph():
+    sim, x = small()
+    for quantizer in sim.quantizers.values():
+        quantizer.learn_range()
+    sim.model.train()
+
+    def gradients():
+        loss = sim.model(x).square().sum()
+        return torch.autograd.grad(loss, [*sim.model.parameters()], allow_unused=True)
+
+    for _ in range(2):
+        found = gradients()
+    assert is_bound(sim.model, True)
+    sim.model.__dict__[BOUND] = Left()
+    assert all(map(torch.equal, found, gradients()))
+
+
+def test_a_parameter_that_is_replaced_is_not_kept_alive():
+    sim, x = small()
+    with torch.no_grad():
+        for _ in range(3):
+            sim.model(x)
+    old = weakref.ref(sim.model.get_parameter("0.weight"))
+    sim.model.get_submodule("0").weight = nn.Parameter(torch.ones(4, 4))
+    gc.collect()
+    assert old() is None
+    assert is_bound(sim.model)
+
+
+def test_a_graph_that_changes_all_the_time_is_left_as_it_is(monkeypatch):
+    sim, x = small()
+    written = []
+    code = bound_graph.bound_code
+    monkeypatch.setattr(bound_graph, "bound_code", lambda graph, **mode: [written.append(1), code(graph, **mode)][1])
+    modes = [qtk.Mode.BYPASS, qtk.Mode.SIMULATE]
+    with torch.no_grad():
+        for turn in range(400):
+            sim.quantizers["input:input"].mode = modes[turn % 2]
+            sim.model(x)
+    assert len(written) < 40
+    with torch.no_grad():
+        for _ in range(bound_graph.MOST_CALLS_LEFT + 2):
+            sim.model(x)
+    assert is_bound(sim.model)
+
+
+def test_modes_of_torch_see_every_operator():
+    sim, x = small()
+    with torch.no_grad():
+        for _ in range(3):
+            sim.model(x)
+        with FlopCounterMode(display=False) as counter:
+            sim.model(x)
+    assert counter.get_total_flops() == 2 * 2 * 4 * (4 + 3)
 
 
 class Masked(nn.Module):
@@ -109,20 +244,19 @@ def test_attention_dropout_and_written_buffers():
     sim.model.get_buffer("count").zero_()
     expected = run(sim.model, call)
     sim.model.get_buffer("count").zero_()
-    with BoundModel(sim.model).running():
+    with weights_once(sim.model):
         assert equal(run(sim.model, call), expected)
         assert sim.model.get_buffer("count").item() == 1
 
 
 def test_the_end_of_one_time_leaves_a_call_of_another_thread_alone():
-    x = torch.randn(2, 4)
-    sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4)).eval(), x)
-    sim.compute_encodings([x], progress=False)
-    expected = run(sim.model, {"input": x})
-    with BoundModel(sim.model).running():
-        run(sim.model, {"input": x})
-        function = vars(sim.model)[BOUND]
-    assert torch.equal(function(x), expected)
+    sim, x = small()
+    with torch.no_grad():
+        expected = sim.model(x)
+        with weights_once(sim.model), weights_once(sim.model):
+            function = vars(sim.model)[BOUND].function(sim.model)
+        assert type(vars(sim.model)[BOUND]) is Binding
+        assert torch.equal(function(x), expected)
 
 
 @pytest.mark.slow
@@ -130,7 +264,14 @@ def test_the_end_of_one_time_leaves_a_call_of_another_thread_alone():
 def test_every_model_of_the_zoo(name):
     sim, inputs = simulated(name), ZOO[name].inputs()
     args, kwargs = split_inputs(inputs)
+    sim.model.__dict__[BOUND] = Left()
+    with_gradients = detached(pytree.tree_map(lambda leaf: leaf, sim.model(*args, **kwargs)))
     with torch.no_grad():
         expected = sim.model(*detached(args), **detached(kwargs))
-        with BoundModel(sim.model).running():
+        sim.model.__dict__.pop(BOUND)
+        with weights_once(sim.model):
             assert equal(sim.model(*args, **kwargs), expected)
+        for _ in range(3):
+            assert equal(sim.model(*args, **kwargs), expected)
+    for _ in range(4):
+        assert equal(detached(sim.model(*args, **kwargs)), with_gradients)

@@ -44,3 +44,36 @@ def test_a_tensor_that_can_no_longer_be_read_has_no_range(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "min", refuse)
     assert _tensor_text(IDS) == "int64 [2, 3]"
+
+
+class Table(nn.Module):
+    """A parameter, a sum and a lookup."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(10, 8))
+
+    def forward(self, ids):
+        return (self.rows + 1)[ids] * 2
+
+
+def test_the_op_of_a_graph_that_runs_as_a_function():
+    prepared = qtk.prepare_model(Table().eval(), IDS)
+    with torch.no_grad():
+        for _ in range(3):
+            prepared(IDS)
+        with pytest.raises(IndexError) as caught:
+            prepared(IDS + 30)
+    assert any(frame.name == "run" for frame in caught.traceback)
+    assert failed_op(caught.value) == "gather:out (float32 [10, 8], int64 [2, 3] of 30…30)"
+
+
+def test_an_op_on_a_member_of_a_graph_that_runs_as_a_function():
+    prepared = qtk.prepare_model(lookup(), IDS)
+    with torch.no_grad():
+        for _ in range(3):
+            prepared(IDS)
+        with pytest.raises(IndexError) as caught:
+            prepared(IDS + 30)
+    assert any(frame.name == "run" for frame in caught.traceback)
+    assert failed_op(caught.value) == "0:out (float32 [10, 8], int64 [2, 3] of 30…30)"
