@@ -21,6 +21,10 @@ NATIVE = load_native() is None
 """Whether the C++ library is loaded."""
 
 
+LAUNCHED_BY_NATIVE, BY_TRITON = ("qtk::fake_quantize",), "_by_triton"
+"""Operators whose calls on a GPU the C++ library launches if it knows how, and else hands to one of this ending."""
+
+
 class Gradient(NamedTuple):
     """The two functions of a gradient: ``save`` fills the context of a call, ``backward`` reads it."""
 
@@ -93,7 +97,10 @@ def register(
     if not is_defined:
         torch.library.define(name, schema[schema.index("(") :])
     torch.library.impl(name, "CompositeExplicitAutograd", reference)
-    if gpu is not None:
+    if gpu is not None and native and NATIVE and name in LAUNCHED_BY_NATIVE:
+        torch.library.define(name + BY_TRITON, schema[schema.index("(") :])
+        torch.library.impl(name + BY_TRITON, "CUDA", operator.on_gpu)
+    elif gpu is not None:
         torch.library.impl(name, "CUDA", operator.on_gpu)
     torch.library.register_fake(name, fake)
     if gradient is not None and not is_defined:

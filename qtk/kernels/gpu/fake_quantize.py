@@ -19,7 +19,9 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
-from qtk.kernels.gpu.launch import Call, keep, programs, repeat, run_on_tiles, tickets
+from qtk.kernels.backends import load_native
+from qtk.kernels.gpu.launch import Call, keep, kept_launch, programs, repeat, run_on_tiles, tickets
+from qtk.kernels.gpu.native_launch import hand_over
 from qtk.kernels.gpu.row_streams import backward_rows_kernel, forward_rows_kernel, is_row_stream, launch_rows
 from qtk.kernels.gpu.tiles import (
     again,
@@ -38,6 +40,7 @@ from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_range
 
+NATIVE = load_native() is None
 NOTHING = (0, 0)
 
 _SHARED: dict[Hashable, tuple[int, int]] = {}
@@ -285,7 +288,11 @@ def fake_quantize(
     def reference(x: Tensor) -> tuple[Tensor, Tensor]:
         return (affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax),) * 2
 
-    return forward(x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)), reference)[0]
+    grid = Grid(float(qmin), float(qmax))
+    result = forward(x, scale, zero_point, block_size, grid, reference)[0]
+    if NATIVE and (launch := kept_launch(("forward", None, *_likeness(x, scale, zero_point, block_size, grid)))):
+        hand_over(launch, x, scale, zero_point, block_size, qmin, qmax)
+    return result
 
 
 def fake_quantize_backward(

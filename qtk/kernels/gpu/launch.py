@@ -134,6 +134,11 @@ def repeat(call: Call) -> bool:
     return True
 
 
+def kept_launch(likeness: Hashable) -> Repeatable | None:
+    """The launch that calls of a likeness repeat."""
+    return _REPEATABLE.get(likeness)
+
+
 def keep(kept: dict[Any, Any], key: Hashable, value: object) -> None:
     """Adds a value to what is kept of calls; there is no end to their shapes, so all is dropped now and then."""
     if len(kept) >= MOST_KEPT:
