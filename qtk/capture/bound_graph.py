@@ -13,44 +13,41 @@ from qtk.capture.bound_code import BoundCode, bound_code
 from qtk.graph.captured_graph import BOUND, CapturedGraph
 from qtk.graph.graphs import graphs
 
-MOST_CALLS_LEFT = 64
+MOST_CALLS_LEFT = 16
 """Calls after which a graph that was often changed is bound again, at most."""
-WORTH = 16
-"""Calls that a function must serve for its graph not to count as one that often changes."""
+MOST_FUNCTIONS = 4
+"""States of a graph whose functions are kept: those of its modes, mostly."""
 
 
 class Binding:
-    """The functions of a graph, in its attribute ``BOUND``: written at the second call, and again after a change.
-
-    A graph that changes from call to call is left as it is, for more and more calls. A copy or pickle has nothing
-    written yet.
+    """The functions of a graph, in its attribute ``BOUND``: written at the second call in a state, at later ones where
+    states change often. A copy or pickle has nothing written yet.
     """
 
     def __init__(self) -> None:
-        self._functions: dict[bool, tuple[BoundCode, Callable[..., Any]]] = {}
+        self._functions: list[tuple[bool, BoundCode, Callable[..., Any]]] = []
         self._lasting: BoundCode | None = None
-        self._left, self._changes, self._served = 1, 0, 0
+        self._left, self._changes = 1, 0
 
     def function(self, graph: CapturedGraph) -> Callable[..., Any] | None:
         """What a call runs in place of ``graph``; ``None`` if the graph itself."""
         gradients = torch.is_grad_enabled()
-        found = self._functions.get(gradients)
-        if found is not None and found[0].watch.holds():
-            self._served += 1
-            return found[1]
+        for recorded, code, run in self._functions:
+            if recorded is gradients and code.watch.holds():
+                return run
         if self._left:
             self._left -= 1
             return None
-        self._changes = 0 if self._served >= WORTH else self._changes + 1
-        self._left, self._served = min(2 ** self._changes, MOST_CALLS_LEFT), 0
-        self._functions.pop(gradients, None)
+        self._changes += 1
+        self._left = min(self._changes, MOST_CALLS_LEFT)
         code = bound_code(graph, weights_once=False, gradients=gradients)
         if code is None:
             return None
         for nested in graphs(graph).values():
             binding_of(nested)
-        self._functions[gradients] = code, code.function({})
-        return self._functions[gradients][1]
+        run = code.function({})
+        self._functions = [(gradients, code, run), *self._functions[: MOST_FUNCTIONS - 1]]
+        return run
 
     def lasting(self, graph: CapturedGraph) -> BoundCode | None:
         """The code for a time in which nobody changes the model; ``None`` if the graph is left as it is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,13 +17,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Sets the flags directly: ``train()`` and ``eval()`` would also drop cached quantized weights.
     """
     training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    _set_training(training, False)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        _set_training(training, True)
+
+
+def _set_training(modules: Sequence[nn.Module], training: bool) -> None:
+    """Sets the flags, of most modules without their ``__setattr__``, which takes longer than a small batch."""
+    for module in modules:
+        if "training" in vars(module):
+            vars(module)["training"] = training
+        else:  # a ScriptModule
+            module.training = training
 
 
 @contextmanager

@@ -198,16 +198,29 @@ def test_a_graph_that_changes_all_the_time_is_left_as_it_is(monkeypatch):
     written = []
     code = bound_graph.bound_code
     monkeypatch.setattr(bound_graph, "bound_code", lambda graph, **mode: [written.append(1), code(graph, **mode)][1])
-    modes = [qtk.Mode.BYPASS, qtk.Mode.SIMULATE]
     with torch.no_grad():
         for turn in range(400):
-            sim.quantizers["input:input"].mode = modes[turn % 2]
+            sim.set_range("input:input", -1.0 - turn, 1.0)
             sim.model(x)
     assert len(written) < 40
     with torch.no_grad():
         for _ in range(bound_graph.MOST_CALLS_LEFT + 2):
             sim.model(x)
     assert is_bound(sim.model)
+
+
+def test_the_functions_of_several_modes_are_kept(monkeypatch):
+    sim, x = small()
+    written = []
+    code = bound_graph.bound_code
+    monkeypatch.setattr(bound_graph, "bound_code", lambda graph, **mode: [written.append(1), code(graph, **mode)][1])
+    quantizer = sim.quantizers["input:input"]
+    with torch.no_grad():
+        expected = {}
+        for turn in range(40):
+            quantizer.mode = [qtk.Mode.BYPASS, qtk.Mode.SIMULATE][turn % 2]
+            assert torch.equal(sim.model(x), expected.setdefault(quantizer.mode, sim.model(x)))
+    assert len(written) == 2
 
 
 def test_modes_of_torch_see_every_operator():
