@@ -37,7 +37,7 @@ def hand_over(
         launch: of tensors that have the first four roles, in their order.
         x, scale, zero_point, block_size, qmin, qmax: of the call.
     """
-    if torch.version.cuda is None:
+    if not x.is_cuda or torch.version.cuda is None:
         return False
     found = parameters(launch)
     metadata = launch.compiled.metadata
