@@ -41,8 +41,8 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydanti
 MODEL_CODE: set[types.CodeType] = set()
 """The code of functions that ``runs_model`` marks."""
 
-MODEL_PACKAGE, GRAPH_FILE = "qtk.nn.", "eval_with_key"
-"""Modules that models are made of, and the name of the files of code that torch generates for graphs."""
+MODEL_PACKAGE, GRAPH_FILE, BOUND_FILE = "qtk.nn.", "eval_with_key", "<bound graph>"
+"""Modules that models are made of, and the files of code that torch, and qtk, generate for graphs."""
 
 NOT_OURS = (QtkError, MemoryError, torch.OutOfMemoryError, Warning)
 
@@ -254,7 +254,8 @@ def raised_by_us(error: BaseException) -> str | None:
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         package = name.partition(".")[0]
-        if code in MODEL_CODE or name.startswith(MODEL_PACKAGE) or GRAPH_FILE in code.co_filename:
+        is_graph = GRAPH_FILE in code.co_filename or code.co_filename == BOUND_FILE
+        if code in MODEL_CODE or name.startswith(MODEL_PACKAGE) or is_graph:
             place = None
         elif package == "qtk":
             if place is None and code.co_name == "__getattr__":

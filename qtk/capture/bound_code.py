@@ -21,13 +21,14 @@ from torch import Tensor, fx, nn
 from qtk.capture.container_code import Leaf, Parts, parts_of
 from qtk.capture.watch import Watch
 from qtk.core.dtypes import FloatDtype
-from qtk.graph.captured_graph import BOUND_FILE, BOUND_NODES, REVISION, CapturedGraph
+from qtk.graph.captured_graph import BOUND_NODES, REVISION, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
 from qtk.nn.tap import all_idle
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.registration import NATIVE
+from qtk.public import BOUND_FILE
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import OpOverload, branches, call_structure, pytree, schema_of
 

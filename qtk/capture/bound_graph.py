@@ -32,8 +32,8 @@ class Binding:
     def function(self, graph: CapturedGraph) -> Callable[..., Any] | None:
         """What a call runs in place of ``graph``; ``None`` if the graph itself."""
         gradients = torch.is_grad_enabled()
-        for recorded, code, run in self._functions:
-            if recorded is gradients and code.watch.holds():
+        for recorded, known, run in self._functions:
+            if recorded is gradients and known.watch.holds():
                 return run
         if self._left:
             self._left -= 1

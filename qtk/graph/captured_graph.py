@@ -35,8 +35,8 @@ REVISION = "qtk_revision"
 """Key of ``meta``: a number that no other code of a graph has had."""
 BOUND = "qtk_bound"
 """Attribute of a graph: its method ``function`` says what a call runs in place of the graph, if anything."""
-BOUND_FILE, BOUND_NODES = "<bound graph>", "qtk_nodes"
-"""The file that tracebacks show for such a function, and its global with the node of each line and their variables."""
+BOUND_NODES = "qtk_nodes"
+"""Global of such a function: the node of each line, and their variables."""
 
 _REVISIONS = itertools.count(1)
 

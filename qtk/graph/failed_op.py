@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qtk.graph.captured_graph import BOUND_FILE, BOUND_NODES
+from qtk.graph.captured_graph import BOUND_NODES
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.sites import value_site
+from qtk.public import BOUND_FILE, GRAPH_FILE
 
 
 def failed_op(error: BaseException) -> str | None:
@@ -41,7 +42,7 @@ def _running(error: BaseException) -> Iterator[tuple[fx.Node, Callable[[fx.Node]
                 yield nodes[line - 2], functools.partial(_value, names, frame)
             continue
         module = variables.get("self")
-        if not isinstance(module, fx.GraphModule) or "eval_with_key" not in frame.f_code.co_filename:
+        if not isinstance(module, fx.GraphModule) or GRAPH_FILE not in frame.f_code.co_filename:
             continue
         name = linecache.getline(frame.f_code.co_filename, line).partition("=")[0].strip()
         node = next((node for node in module.graph.nodes if node.name == name), None)

@@ -26,6 +26,7 @@ from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.public import public
+from qtk.quantizers.modes import caching
 from qtk.quantizers.quantizer import Mode
 from qtk.torch_private import call_structure, pytree
 
@@ -145,7 +146,8 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(generate)
     def with_bound_graphs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with weights_once(cast(nn.Module, self._modules[SIMULATION])):
+        simulation = cast(nn.Module, self._modules[SIMULATION])
+        with caching(simulation), weights_once(simulation):
             return generate(self, *args, **kwargs)
 
     return with_bound_graphs

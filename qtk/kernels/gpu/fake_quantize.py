@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
-from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
 from qtk.kernels.backends import load_native
+from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
 from qtk.kernels.gpu.launch import Call, keep, kept_launch, programs, repeat, run_on_tiles, tickets
 from qtk.kernels.gpu.native_launch import hand_over
 from qtk.kernels.gpu.row_streams import backward_rows_kernel, forward_rows_kernel, is_row_stream, launch_rows

@@ -33,9 +33,7 @@ def hand_over(
 ) -> bool:
     """Has calls of ``qtk::fake_quantize`` like this one launch ``launch`` without Python. Returns: whether they will.
 
-    Args:
-        launch: of tensors that have the first four roles, in their order.
-        x, scale, zero_point, block_size, qmin, qmax: of the call.
+    ``launch`` is one of tensors with the first four roles, in their order; the rest are the arguments of the call.
     """
     if not x.is_cuda or torch.version.cuda is None:
         return False
@@ -56,7 +54,8 @@ def needs_more(metadata: Any) -> bool:
     """Whether a kernel is launched with more than a grid, threads and shared memory."""
     return metadata.num_ctas != 1 or any(
         getattr(metadata, name, 0) for name in
-        ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "instrumentation_mode"))
+        ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl",
+         "instrumentation_mode"))
 
 
 def parameters(launch: Repeatable) -> list[tuple[Role, int]] | None:

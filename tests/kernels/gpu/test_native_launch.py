@@ -65,7 +65,8 @@ print("checked")
 @pytest.mark.medium
 def test_parameters_are_those_of_the_machine_code():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", PARAMETERS], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PARAMETERS]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "checked" in run.stdout, run.stderr
 
 
