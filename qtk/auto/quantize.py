@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -88,10 +87,10 @@ def quantize(
 
     First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
     at last the sites that lose most, up to half of all, are left in 16 bits, or in float where the target has no fast
-    kernels for them. A step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with it
-    does not. For a shipped target whose runtime quantizes activations at run time as well, that is tried with 8 bits:
-    second, and measured beside plain calibration, where it leaves nearly all products in integers, as of transformers
-    and recurrent nets; else, of convolutional nets, before sites are left precise.
+    kernels for them. A step is kept if the error of the outputs falls on batches that calibration does not see, and the
+    metric with it does not. For a shipped target whose runtime quantizes activations at run time as well, that is tried
+    with 8 bits: second, and measured beside plain calibration, where it leaves nearly all products in integers, as of
+    transformers and recurrent nets; else, of convolutional nets, before sites are left precise.
 
     Args:
         model: a float model, or a prepared one; it stays as it is.
@@ -187,7 +186,7 @@ class _Run:
                 self.account.trials.append(Trial(step, 0.0, reason=LEFT_OUT))
                 continue
             self._try(step, choices)
-            late = self._share_of_time() > 1
+            late = self._is_over()
             if self.account.reached or late:
                 break
         if self.best is None:
@@ -196,13 +195,14 @@ class _Run:
         self.account.end = self._ended(late=late)
         return Quantized(self.sim or self.builder.simulation(self.best), self.account)
 
-    def _share_of_time(self) -> float:
-        return (time.monotonic() - self.begun) / max(self.time_limit, sys.float_info.min)
+    def _is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time limit is over."""
+        return time.monotonic() - self.begun > share * self.time_limit
 
     def _leaves_out(self, step: str, choices: Choices) -> bool:
         """Whether the trial would take the time of those with precise sites, which lose least."""
         is_last_resort = step == DYNAMIC or choices.precise or self.best is None or self.log.find(choices) is not None
-        return not is_last_resort and self._share_of_time() > SEARCHED
+        return not is_last_resort and self._is_over(SEARCHED)
 
     def _keeps_integers(self) -> bool:
         """Whether dynamic quantization is as fast as far as can be seen; if no trial gave a simulation, it may be."""
