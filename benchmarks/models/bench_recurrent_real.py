@@ -163,7 +163,7 @@ class Reading(Task):
         return {"max_drop": relative * shrink**2}
 
     def calls(self) -> list[tuple[Tensor, ...]]:
-        return [(image[None],) for image in self._sets[False][:8]]
+        return [(image[None],) for image in self._judged[:8]]
 
     def simulated(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
