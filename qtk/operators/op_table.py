@@ -123,23 +123,25 @@ _add("add", OpRow("add", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.A
 _add("sub subtract", OpRow("sub", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.ADDED))
 _add("mul multiply", OpRow("mul", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.MULTIPLIED))
 _add("div true_divide divide", OpRow("div", COMPUTE, divisors=(1,), arithmetic=True, scaling=Scaling.DIVIDED))
-for _kind in ("reciprocal", "rsqrt"):
-    _add(_kind, OpRow(_kind, COMPUTE, divisors=(0,), arithmetic=True))
+_add("reciprocal", OpRow("reciprocal", COMPUTE, divisors=(0,), arithmetic=True))
+_add("rsqrt", OpRow("rsqrt", COMPUTE, family="root", divisors=(0,), arithmetic=True))
 _add("rsub", OpRow("rsub", COMPUTE, arithmetic=True, scaling=Scaling.ADDED))
 _add("neg", OpRow("neg", COMPUTE, arithmetic=True, scaling=Scaling.KEPT))
-for _kind in ("pow", "sqrt"):
-    _add(_kind, OpRow(_kind, COMPUTE, arithmetic=True))
+_add("sqrt", OpRow("sqrt", COMPUTE, family="root", arithmetic=True))
+_add("pow", OpRow("pow", COMPUTE, arithmetic=True))
 _add("maximum max.other", OpRow("maximum", COMPUTE, scaling=Scaling.ADDED))
 _add("minimum min.other", OpRow("minimum", COMPUTE, scaling=Scaling.ADDED))
 _add("abs", OpRow("abs", COMPUTE, scaling=Scaling.KEPT))
 for _kind in ("mean", "sum"):
     _add(_kind, OpRow(_kind, COMPUTE, scaling=Scaling.REDUCED))
 for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
-              "exp expm1 exp2 log log10 log1p log2 square sin cos tan asin acos atan sinh cosh "
+              "exp expm1 exp2 square sin cos tan asin acos atan sinh cosh "
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm prod cumsum cumprod "
               "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
-              "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():
+              "cosine_similarity _weight_norm special_erf outer cross kron cdist im2col col2im").split():
     _add(_kind, OpRow(_kind, COMPUTE))
+for _kind in "log log10 log1p log2 logit asinh".split():
+    _add(_kind, OpRow(_kind, COMPUTE, family="logarithm"))
 _add("adaptive_avg_pool2d", OpRow("adaptive_avg_pool2d", COMPUTE, family="avg_pool", fresh=True,
                                   scaling=Scaling.WINDOWED))
 for _kind in "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool3d".split():
@@ -224,7 +226,7 @@ _extend("add sub subtract rsub mul multiply div true_divide divide neg maximum m
         "clamp_min clamp_max clip", mask=Mask.KEEPS)
 _extend("log logit", mask=Mask.MAKES)
 _extend("add sub subtract sum mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
-        "avg_pool3d clamp clamp_min clamp_max clip maximum max.other", feeding=Feeding.RESULT)
+        "avg_pool3d clamp clamp_min clamp_max clip maximum max.other abs", feeding=Feeding.RESULT)
 _extend("mul multiply", feeding=Feeding.SCALED)
 _extend("sigmoid", feeding=Feeding.ORDER)
 _extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)

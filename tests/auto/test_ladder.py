@@ -47,8 +47,9 @@ def test_a_scheme_is_not_tried_twice_in_a_row(scheme):
 def test_precise_sites_double_up_to_their_largest_share(count):
     sites = [f"site{index}" for index in range(count)]
     tried = [choices.precise for _, choices in run(lambda choices: False, sites) if choices.precise]
-    powers = [1 << exponent for exponent in range(11) if exponent == 0 or 1 << exponent <= MOST_PRECISE * count]
-    assert tried == [tuple(sites[:number]) for number in (powers if count else [])]
+    counts = [1 << exponent for exponent in range(11) if exponent == 0 or 1 << exponent <= MOST_PRECISE * count]
+    counts += [int(MOST_PRECISE * count)] if counts[-1] < int(MOST_PRECISE * count) else []
+    assert tried == [tuple(sites[:number]) for number in (counts if count else [])]
 
 
 def test_sites_are_ranked_only_when_nothing_cheaper_is_left():

@@ -1,12 +1,14 @@
 """qtk.quantize: cheap things first, only what helps, an account of all, nothing lost."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.auto.trial_builder import TrialBuilder
 from qtk.errors import CalibrationError, ConfigError
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -243,6 +245,25 @@ def test_time_is_limited():
                               progress=False)
     assert [trial.step for trial in account.trials] == ["plain calibration"]
     assert "the time is over" in account.end
+
+
+@pytest.mark.medium
+def test_half_of_the_time_is_for_precise_sites(monkeypatch):
+    clock, build = [0.0], TrialBuilder.simulation
+
+    def simulation(self, choices):
+        clock[0] += 30.0
+        return build(self, choices)
+
+    monkeypatch.setattr(TrialBuilder, "simulation", simulation)
+    monkeypatch.setattr("qtk.auto.quantize.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": 0.0, "progress": False}
+    _, account = qtk.quantize(model(50.0), BATCHES, time_limit=130.0, **settings)
+    tried = [trial.step for trial in account.trials if trial.seconds]
+    assert tried == ["plain calibration", "ranges by mse", "ranges by tf_enhanced", "the worst site precise"]
+    left_out = [trial.reason for trial in account.trials if not trial.seconds]
+    assert len(left_out) > 3
+    assert all(reason.startswith("left out: half of the time is over") for reason in left_out)
 
 
 @pytest.mark.slow
