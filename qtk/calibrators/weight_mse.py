@@ -90,8 +90,8 @@ class WeightMse:
         self, samples: WeightedSamples, spec: QuantSpec, scales: Tensor, zero_points: Tensor | None,
     ) -> Tensor:
         """Shape: float64 [candidates, scales]."""
-        of_rows, values, counts = replace(spec, granularity=PerChannel(0)), samples.values.to(torch.float32), samples.counts
-        weight = None if counts is None else counts.to(torch.float32)
+        of_rows, values = replace(spec, granularity=PerChannel(0)), samples.values.to(torch.float32)
+        weight = None if samples.counts is None else samples.counts.to(torch.float32)
 
         def summed(x: Tensor) -> Tensor:
             return (x if weight is None else x * weight).sum(1, dtype=torch.float64)
