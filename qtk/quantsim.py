@@ -64,7 +64,7 @@ class QuantSim(Settled):
         model: a float model, or one from ``prepare_model``.
         example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
         scheme: how ranges are found; a name from ``qtk.SCHEMES``, with settings if need be:
-            ``percentile(quantile=0.999)``. Symmetric weights of at most 3 bits take ``abs_max`` for ``min_max``.
+            ``percentile(quantile=0.999)``. Symmetric weights of at most 4 bits take ``weight_mse`` for ``min_max``.
         weight_bits: width of weights; left out, the config's defaults say it, else 8. ``None`` leaves all of them in
             float, whatever the config says; a rule that asks for a width all the same must be optional.
         activation_bits: width of activations likewise; ``None`` for a weight-only simulation.

@@ -33,10 +33,10 @@ class Calibrator(Protocol):
 
 SCHEMES = Registry[Calibrator]("scheme")
 SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
-SCHEMES.add_made("abs_max", "qtk.calibrators.abs_max", "AbsMax")
 SCHEMES.add_made("moving_average", "qtk.calibrators.moving_average", "MovingAverage")
 SCHEMES.add_made("percentile", "qtk.calibrators.percentile", "Percentile")
 SCHEMES.add_made("mse", "qtk.calibrators.mse", "Mse")
+SCHEMES.add_made("weight_mse", "qtk.calibrators.weight_mse", "WeightMse")
 SCHEMES.add_made("activation_mse", "qtk.calibrators.activation_mse", "ActivationMse")
 SCHEMES.add_made("entropy", "qtk.calibrators.entropy", "Entropy")
 SCHEMES.add_made("tf_enhanced", "qtk.calibrators.tf_enhanced", "TfEnhanced", aliases=("post_training_tf_enhanced",))

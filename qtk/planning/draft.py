@@ -45,8 +45,8 @@ Key: TypeAlias = fx.Node | Site
 
 Found = TypeVar("Found")
 
-FEW_BITS = 3
-"""Bits of a parameter in which half a code clipped at the positive end costs less than codes farther apart."""
+FEW_BITS = 4
+"""Bits of a parameter whose largest values cost the others more than they are worth."""
 
 OF_FORMULAS = frozenset({"mul", "div", "neg", "pow"})
 OF_COUNTS = frozenset({Trait.INTEGERS, Role.COUNT, Role.CREATE, Trait.WRITES})
@@ -265,9 +265,9 @@ class Draft:
         )
 
     def _scheme_of(self, spec: QuantSpec, static: bool) -> str:
-        """The scheme where no rule names one; of symmetric parameters in few bits it lets the positive end clip."""
+        """The scheme where no rule names one; that of symmetric parameters in few bits may clip."""
         is_few = static and spec.symmetric and not isinstance(spec.dtype, FloatDtype) and spec.dtype.bits <= FEW_BITS
-        return "abs_max" if is_few and self.scheme == "min_max" else self.scheme
+        return "weight_mse" if is_few and self.scheme == "min_max" else self.scheme
 
     def counts(self, node: fx.Node) -> bool:
         """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""

@@ -223,7 +223,9 @@ def test_padding_has_no_part_in_what_the_outputs_lose():
     torch.manual_seed(0)
     ids, mask = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 19, 19]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     batch = {"ids": ids, "mask": mask}
-    sim = qtk.QuantSim(PerToken().eval(), batch, weight_bits=4, dynamic_shapes="all")
+    rules = [{"match": {"op": ["linear", "embedding"]}, "weight": {"scheme": "min_max"}}]
+    sim = qtk.QuantSim(PerToken().eval(), batch, weight_bits=4, dynamic_shapes="all",
+                       config={"version": 1, "extends": "default", "rules": rules})
     sim.compute_encodings([batch], progress=False, valid="mask")
     sequences = [{"ids": ids[:1], "mask": mask[:1]}, {"ids": ids[1:, :3], "mask": mask[1:, :3]}]
     plain, counted, padded = (

@@ -21,7 +21,9 @@ def problem(**settings):
     torch.manual_seed(0)
     model = Net().eval()
     data = [torch.randn(32, 2, 5, 5) + 0.5 for _ in range(4)]
-    settings = {"weight_bits": 3, "activation_bits": 8, **settings}
+    rules = [{"match": {"op": ["conv", "linear"]}, "weight": {"scheme": "min_max"}}]
+    config = {"version": 1, "extends": "default", "rules": rules}
+    settings = {"weight_bits": 3, "activation_bits": 8, "config": config, **settings}
     sim = qtk.QuantSim(model, data[0], **settings)
     sim.compute_encodings(data, progress=False)
     return model, sim, data

@@ -263,7 +263,7 @@ def test_readers_of_one_value_on_edges_of_one_spec_share_the_first_encoding():
     assert draft.edges[third].leader == left
 
 
-def test_symmetric_parameters_of_at_most_3_bits_may_clip_where_nothing_names_a_scheme():
+def test_symmetric_parameters_of_at_most_4_bits_may_clip_where_nothing_names_a_scheme():
     prepared = prepare_model(nn.Linear(4, 3), torch.zeros(1, 4))
 
     def scheme_of(bits, weight=None, scheme="min_max"):
@@ -272,7 +272,7 @@ def test_symmetric_parameters_of_at_most_3_bits_may_clip_where_nothing_names_a_s
         made = qtk.QuantSim(prepared, torch.zeros(1, 4), scheme=scheme, weight_bits=bits, config=config)
         return {site.name: decided.scheme for site, decided in made.plan.items()}
 
-    assert [scheme_of(bits)["weight"] for bits in (2, 3, 4)] == ["abs_max", "abs_max", "min_max"]
+    assert [scheme_of(bits)["weight"] for bits in (2, 3, 4, 5)] == [*["weight_mse"] * 3, "min_max"]
     assert scheme_of(2)["input:input"] == "min_max"
     assert scheme_of(2, scheme="percentile")["weight"] == "percentile"
     assert scheme_of(2, {"symmetric": False})["weight"] == "min_max"
