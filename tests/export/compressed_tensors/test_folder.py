@@ -64,6 +64,21 @@ def own_weight(sim, name):
     return sim.quantizers[name](sim.model.get_parameter(name)).detach()
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@pytest.mark.medium
+def test_mxfp4_is_two_codes_a_byte_and_a_byte_of_exponent(tmp_path):
+    sim = simulated(nn.Sequential(nn.Linear(64, 6)).bfloat16(), {"dtype": "mxfp4"}, x=X.bfloat16())
+    sim.export(tmp_path / "out", formats=("compressed_tensors",))
+    tensors, config = load_file(tmp_path / "out" / "model.safetensors"), config_of(tmp_path / "out")
+    assert config["format"] == "mxfp4-pack-quantized"
+    packed, exponents = tensors["0.weight_packed"], tensors["0.weight_scale"]
+    nibbles = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
+    values = E2M1[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * torch.exp2(exponents.repeat_interleave(32, 1).float() - 127)
+    assert torch.equal(values, own_weight(sim, "0.weight").float())
+
+
 @pytest.mark.medium
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS)
