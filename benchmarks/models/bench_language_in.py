@@ -3,12 +3,13 @@
 Tiny models with random weights, one of each family. ``s`` is the CPU time of ``prepare_model`` by the default call,
 which returns a cache, in seconds; ``by no cache`` its ratio to that with ``use_cache=False``, medians in turns;
 ``nodes`` those of the graph. ``out`` is the largest difference from the original, the returned cache included, ``in``
-the same of a call that takes the cache of the call before; both at the sizes of the example and at others. Tokens: 64 by ``generate``, with a
-cache and without, of the int4 weights in the user's own class, and of the graphs of ``default`` (8 bits); a yes is that
-both are the same 64. Speed is the tokens/s of the simulation by that of the float model, medians in turns.
+the same of a call that takes the cache of the call before; both at the sizes of the example and at others. Tokens: 64
+by ``generate``, with a cache and without, of the int4 weights in the user's own class, and of the graphs of ``default``
+(8 bits); a yes is that both are the same 64. Speed is the tokens/s of the simulation by that of the float model,
+medians in turns.
 
     pip install "qtk[hf]"
-    python benchmarks/models/bench_language_in.py [--only llama t5] [--no-tokens]
+    python benchmarks/models/bench_language_in.py [--only llama t5] [--no-tokens | --tokens-only]
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_two_kinds_of_weights_are_two_groups_and_float_layers_are_ignored(tmp_pa
     eight = {"match": {"path": "last"}, "weight": {"dtype": "int8", "granularity": "per_channel"}}
     sim = simulated(Two(), {"dtype": "int4", **BLOCKS}, [eight])
     sim.export(tmp_path / "out", formats=("compressed_tensors",))
-    first, last = config_of(tmp_path / "out")["config_groups"].values()
+    last, first = config_of(tmp_path / "out")["config_groups"].values()
     assert (first["targets"], first["weights"]["num_bits"], first["weights"]["group_size"]) == (["Linear"], 4, 32)
     assert (last["targets"], last["weights"]["num_bits"], last["weights"]["strategy"]) == (["last"], 8, "channel")
     sim = simulated(Two(), {"dtype": "int4", **BLOCKS}, [{"match": {"path": "last"}, "weight": "float"}])
