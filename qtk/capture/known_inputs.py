@@ -74,11 +74,11 @@ def written_in(model: nn.Module, call: Call, known: Collection[int]) -> Iterator
 
     def enter(_: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         given = pytree.tree_map_with_path(lambda path, leaf: values.get(path, leaf), (args, dict(kwargs)))
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         return given
 
     def leave(*_: object) -> None:
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     hooks = [model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
              model.register_forward_hook(leave, always_call=True)]
