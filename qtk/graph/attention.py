@@ -83,9 +83,9 @@ def is_assembled(flow: Flow, operand: Operand) -> bool:
         return {node for node in _behind(flow, value, _multiplies) if _multiplies(flow.row(node))}
 
     for node in _behind(flow, operand.port.value, lambda row: row is None or not row.keeps_elements):
-        row, value = flow.row(node), node.meta.get("val")
+        row = flow.row(node)
         dim = schema_arguments(node).get("dim") if row is not None and row.kind == "concat" else None
-        if isinstance(dim, int) and dim % value.ndim == value.ndim - 1:
+        if isinstance(dim, int) and dim in (-1, node.meta["val"].ndim - 1):
             parts = [own for port in flow.data_ports(node) if (own := layers(port.value))]
             if any(a.isdisjoint(b) for a, b in itertools.combinations(parts, 2)):
                 return True
