@@ -35,6 +35,10 @@ SCHEMES: dict[str, dict[str, object]] = {
     "FP8 static": {"extends": "vllm_fp8", "rules": [{"match": LAYERS, "input": {
         "granularity": "per_tensor", "dynamic": False}, "optional": True}]},
     "NVFP4 A16": {"extends": "vllm_nvfp4"},
+    "MXFP4 A16": {"extends": "vllm_nvfp4", "rules": [
+        {"match": LAYERS, "weight": {"dtype": "mxfp4"}, "optional": True},
+        {"match": {"lm_head": True}, "weight": "float"},
+        {"match": {"feeds": ["topk"]}, "weight": "float", "optional": True}]},
 }
 COMMON = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}

@@ -138,9 +138,7 @@ def check_inputs(
                 f"input {node.target} is {what}, and {captured!r} is written into the captured graph; "
                 "prepare the model again with that value"
             )
-    if sizes.limits or sizes.names:
-        sizes.check({(str(node.target), axis): length for node, value in zip(placeholders, leaves, strict=True)
-                     if isinstance(value, Tensor) for axis, length in enumerate(value.shape)})
+    sizes.check_call({str(node.target): leaf for node, leaf in zip(placeholders, leaves, strict=True)})
 
 
 def is_free(size: object) -> bool:

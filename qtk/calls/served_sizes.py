@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
+from torch import Tensor
+
 from qtk.errors import CaptureError
 
 Axis = tuple[str, int]
@@ -62,6 +64,7 @@ class ServedSizes:
         limits: conditions on free sizes.
         names: axis → its name in files; axes of one name have one length.
         ties: axes with symbols of their own, with which the graph runs only if they have one length.
+        values: input → its values, as nested lists, which are written into the graph.
     """
 
     asked: str = BATCH
@@ -70,6 +73,30 @@ class ServedSizes:
     limits: tuple[SizeLimit, ...] = ()
     names: Mapping[Axis, str] = field(default_factory=dict)
     ties: tuple[tuple[Axis, ...], ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def written(self) -> str:
+        """What is said of the inputs whose values are written into the graph."""
+        return f"sizes follow from the values of {', '.join(self.values)}, which are written into the graph"
+
+    def other_values(self, leaves: Mapping[str, object]) -> str | None:
+        """The first input, of those whose values are written into the graph, that has others in a call."""
+        for name, values in self.values.items():
+            leaf = leaves[name]
+            if not isinstance(leaf, Tensor) or leaf.tolist() != values:
+                return name
+        return None
+
+    def check_call(self, leaves: Mapping[str, object]) -> None:
+        """Checks the inputs of a call, by name. Raises: CaptureError naming what the graph does not serve."""
+        if self.limits or self.names:
+            self.check({(name, axis): length for name, leaf in leaves.items() if isinstance(leaf, Tensor)
+                        for axis, length in enumerate(leaf.shape)})
+        name = self.other_values(leaves)
+        if name is not None:
+            raise CaptureError(f"input {name} has other values than when the model was captured, and {self.written}; "
+                               "prepare the model again with them, or with a call that has them among the variants")
 
     def check(self, lengths: Mapping[Axis, int]) -> None:
         """Checks the lengths of all axes in a call. Raises: CaptureError naming the condition that fails."""

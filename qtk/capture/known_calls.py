@@ -52,9 +52,11 @@ class KnownCall:
         leaves = [given[index] for index in self.order]
         if not all(map(_fits, leaves, self.captured)) or not all(_fits(given[i], each) for i, each in self.repeated):
             return None
-        if sizes is not None and (sizes.limits or sizes.names):
-            sizes.check({(name, axis): length for name, leaf in zip(self.names, leaves, strict=True)
-                         if isinstance(leaf, Tensor) for axis, length in enumerate(leaf.shape)})
+        if sizes is not None and (sizes.limits or sizes.names or sizes.values):
+            by_name = dict(zip(self.names, leaves, strict=True))
+            if sizes.other_values(by_name) is not None:
+                return None
+            sizes.check_call(by_name)
         return leaves
 
 

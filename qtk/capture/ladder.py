@@ -24,6 +24,7 @@ from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
+from qtk.capture.known_inputs import known_inputs, written_in
 from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed
@@ -31,7 +32,7 @@ from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph
 from qtk.capture.recurrent_tracing import takes_packed
 from qtk.capture.scans import scans_as_ops
-from qtk.capture.torch_export import RUNGS, capture
+from qtk.capture.torch_export import RUNGS, Capture, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, difference_over_calls
@@ -40,6 +41,7 @@ from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, first_line
 from qtk.graph.coverage import unknown_ops
 from qtk.graph.plain_attributes import PlainAttributes
 from qtk.operators.contents import Trait, contents
+from qtk.torch_private import pytree
 
 BUILT = "built"
 """The rung of a graph that is built by hand."""
@@ -176,12 +178,15 @@ def _on_rung(
     with untouched(model):
         source, sizes, model = None, ServedSizes(place=place), model.eval()
         names: Mapping[LeafAxis, str] = {}
+        known: Collection[int] = ()
         if rung == BUILT:
             graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
         else:
+            capturing = partial(capture, model, call.args, call.kwargs, rungs=(rung,), owns_inputs=around.owns_inputs,
+                                unfree=unfree)
             with as_ops(model, train_only), scans_as_ops(model, call) as scans:
-                captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,),
-                                   owns_inputs=around.owns_inputs, unfree=unfree)
+                captured, known = _with_known_inputs(model, call, capturing, dynamic_shapes,
+                                                     can=not place and rung == RUNGS[0])
             graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only,
                                         scans=scans)
             report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
@@ -193,8 +198,40 @@ def _on_rung(
         graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
         graph.meta[ATTRIBUTES], graph.meta[SIZES] = PlainAttributes(model), sizes
         graph.sign()
+        if known and source is not None:
+            graph.meta[SIZES] = replace(sizes, values=_values_by_input(graph, source, known))
+            graph.meta[KIND] = graph.meta[KIND], repr(graph.sizes.values)
         if names and source is not None:
-            graph.meta[SIZES] = replace(sizes, names=names_by_input(graph, source, names))
-        graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons), unknown_ops=unknown_ops(graph),
-                                     opaque_parts=closed)
+            graph.meta[SIZES] = replace(graph.sizes, names=names_by_input(graph, source, names))
+        written = [f"{rung}: {graph.sizes.written}"] if known else []
+        graph.meta[REPORT] = replace(report, reasons=(*reasons, *written, *report.reasons),
+                                     unknown_ops=unknown_ops(graph), opaque_parts=closed)
         return graph, source
+
+
+def _with_known_inputs(
+    model: nn.Module, call: Call, capturing: Callable[..., Capture], dynamic_shapes: DynamicShapes, *, can: bool
+) -> tuple[Capture, tuple[int, ...]]:
+    """A capture, and the leaves whose values are written into it: if it can be, those of ``known_inputs``.
+
+    Raises: CaptureError of the capture without, if that does not help.
+    """
+    try:
+        return capturing(dynamic_shapes=dynamic_shapes), ()
+    except CaptureError:
+        def captured(known: Collection[int], shapes: DynamicShapes = None) -> Capture | None:
+            with suppress(CaptureError), written_in(model, call, known):
+                return capturing(dynamic_shapes=shapes, known=known)
+            return None
+
+        known = known_inputs(model, call, lambda leaves: captured(leaves) is not None) if can else ()
+        found = captured(known, dynamic_shapes) if known else None
+        if found is None:
+            raise
+        return found, known
+
+
+def _values_by_input(graph: PreparedGraph, call: Call, known: Collection[int]) -> dict[str, object]:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    names = names_by_input(graph, call, {(number, 0): "" for number in known})
+    return {name: leaves[number].tolist() for (name, _), number in zip(names, known, strict=True)}

@@ -78,6 +78,7 @@ def capture(
     rungs: Sequence[str] = RUNGS,
     owns_inputs: bool = False,
     unfree: Collection[LeafAxis] = (),
+    known: Collection[int] = (),
 ) -> Capture:
     """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
@@ -95,6 +96,7 @@ def capture(
         owns_inputs: the program leaves its inputs as they are, where the model writes to them; nobody reads them
             afterwards.
         unfree: axes that stay fixed, by the number of the leaf in the arguments.
+        known: leaves whose values are written into the graph (``written_in``); a batch of one is not doubled then.
 
     Raises: CaptureError with the reason of every rung, or naming a tensor that cannot be traced.
     """
@@ -103,7 +105,7 @@ def capture(
     if not isinstance(dynamic_shapes, str | None):
         args, kwargs = distinct((args, kwargs))
         dynamic_shapes, names = named_axes(dynamic_shapes, model, args, kwargs)
-    attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree)
+    attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree, known)
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -134,7 +136,7 @@ def capture(
             singly = _read_singly(program, attempt) if attempt.label != GIVEN_LABEL else ()
             if singly:
                 return capture(model, args, kwargs, dynamic_shapes, rungs=rungs, owns_inputs=owns_inputs,
-                               unfree={*unfree, *singly})
+                               unfree={*unfree, *singly}, known=known)
             tied = _tied_sizes(_tensor_inputs(program))
             if tied is not None and attempt.label != GIVEN_LABEL:
                 reasons.append(f"{rung}, {attempt.label}: only sizes with {tied} would do")
@@ -191,7 +193,7 @@ class _Attempt:
 
 def _attempts(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
-    unfree: Collection[LeafAxis],
+    unfree: Collection[LeafAxis], known: Collection[int],
 ) -> list[_Attempt]:
     """The attempts of each rung, in order."""
     static = _Attempt("static shapes", args, kwargs, None)
@@ -199,7 +201,9 @@ def _attempts(
         return [static]
     if not isinstance(dynamic_shapes, str):
         return [_Attempt(GIVEN_LABEL, args, kwargs, dynamic_shapes)]
-    doubled = with_batch_of_two(model, args, kwargs)
+    doubled = (args, kwargs) if known else with_batch_of_two(model, args, kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    unfree = {*unfree, *((number, axis) for number in known for axis in range(leaves[number].ndim))}
 
     def with_others(others: Collection[LeafAxis]) -> DynamicShapes:
         return free_shapes(model, *doubled, lambda axis: (axis[1] == 0 or axis in others) and axis not in unfree)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, leaves_text
-from qtk.calls.signature import Kind, call_kind, signature_of
+from qtk.calls.signature import Kind
 from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
 from qtk.capture.free_shapes import DynamicShapes
@@ -34,15 +34,18 @@ ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm, Scan)
 """Modules that capture adds to those of the original."""
 
 
-def refuse_equal_kinds(model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes) -> None:
-    """Raises: CaptureError if a variant is of the kind of an earlier one, or the dynamic shapes are those of one."""
-    if calls[1:] and dynamic_shapes not in ("batch", "all", None):
+def refuse_explicit_shapes(dynamic_shapes: DynamicShapes) -> None:
+    """Raises: CaptureError if the dynamic shapes are those of one graph, and variants were given."""
+    if dynamic_shapes not in ("batch", "all", None):
         raise CaptureError("explicit dynamic_shapes are those of one graph, and variants need one for each kind of "
                            "call; give 'batch', 'all' or None")
-    signature = signature_of(model)
+
+
+def refuse_equal_kinds(kinds: Sequence[Kind], calls: Sequence[Call]) -> None:
+    """Raises: CaptureError if a variant is of the kind of an earlier call."""
     seen: dict[Kind, int] = {}
-    for index, call in enumerate(calls):
-        earlier = seen.setdefault(call_kind(signature, call.args, call.kwargs), index)
+    for index, (kind, call) in enumerate(zip(kinds, calls, strict=True)):
+        earlier = seen.setdefault(kind, index)
         if earlier != index:
             of = "example_inputs" if earlier == 0 else f"variants[{earlier - 1}]"
             raise CaptureError(f"variants[{index - 1}] ({leaves_text((call.args, call.kwargs))}) is a call of the same "

@@ -74,6 +74,24 @@ def cache_quantizers(flow: Flow, operand: Operand) -> list[Quantizer]:
     return list(found)
 
 
+def is_assembled(flow: Flow, operand: Operand) -> bool:
+    """Whether the entries of one head come from several layers, side by side: those of keys that a latent is made into.
+
+    A cache holds what these are made from, as in DeepSeek's attention.
+    """
+    def layers(value: fx.Node) -> set[fx.Node]:
+        return {node for node in _behind(flow, value, _multiplies) if _multiplies(flow.row(node))}
+
+    for node in _behind(flow, operand.port.value, lambda row: row is None or not row.keeps_elements):
+        row = flow.row(node)
+        dim = schema_arguments(node).get("dim") if row is not None and row.kind == "concat" else None
+        if isinstance(dim, int) and dim in (-1, node.meta["val"].ndim - 1):
+            parts = [own for port in flow.data_ports(node) if (own := layers(port.value))]
+            if any(a.isdisjoint(b) for a, b in itertools.combinations(parts, 2)):
+                return True
+    return False
+
+
 def _spelled_out(flow: Flow, node: fx.Node) -> Iterator[AttentionReads]:
     """The attention whose last product is ``node``, if there is one."""
     factors = _factors(flow, node)

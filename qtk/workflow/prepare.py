@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call, detached, leaves_text, raised_in
 from qtk.calls.inputs import ExampleInputs, split_inputs
+from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
@@ -19,12 +20,12 @@ from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
 from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import EXAMPLES, KIND, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched
-from qtk.capture.variants import join_variants, refuse_equal_kinds
+from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes
 from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.core.needs import found_where
 from qtk.errors import CaptureError, VerificationError, first_line
@@ -142,7 +143,7 @@ def prepare_model(
             return _traced(model, to_exclude, variants)
         calls = [Call(*split_inputs(inputs), None) for inputs in (example_inputs, *variants)]
         if variants:
-            refuse_equal_kinds(model, calls, dynamic_shapes)
+            refuse_explicit_shapes(dynamic_shapes)
         return _prepared(model, calls, dynamic_shapes, excluded, verify=verify)
 
 
@@ -281,15 +282,17 @@ def _captured(
                           around=Surroundings(owns_inputs=True, train_only=train_only))
             for call, outcome in zip(calls, expected, strict=True)
         ]
-        return captured, captured[0]
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             text = _registration(calls, expected)  # explicit dynamic shapes are those of one graph
             raise error if text is None else CaptureError(f"{error}\n  {text}") from error
+        refuse_equal_kinds([call_kind(signature_of(model), call.args, call.kwargs) for call in calls], calls)
         paths = set().union(*excluded)
         tree = capture_tree(model, calls, dynamic_shapes, error, expected=expected, excluded=paths,
                             train_only=train_only)
         return [tree] * len(calls), tree
+    refuse_equal_kinds([graph.meta[KIND] for graph in captured], calls)
+    return captured, captured[0]
 
 
 def _registration(calls: Sequence[Call], expected: Sequence[Outcome]) -> str | None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.graph.attention import attentions, cache_quantizers
+from qtk.graph.attention import attentions, cache_quantizers, is_assembled
 from qtk.graph.flow import Flow
 
 Q, K, V = (torch.randn(2, 4, 5, 8) for _ in range(3))
@@ -100,3 +100,21 @@ def test_quantizers_of_keys_behind_a_merge():
     sites = [[each.site for each in cache_quantizers(flow, operand)] for operand in (found.keys, found.values)]
     assert all(len(each) == len(set(each)) and each for each in sites)
     assert sites[0] != sites[1]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("shared", [True, False])
+def test_keys_of_several_layers_are_assembled_and_partly_rotated_ones_are_not(shared):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.other = nn.Linear(8, 24), nn.Linear(8, 4)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            rotated = self.other(x) if shared else k[..., :4] * x.cos()[..., :4]
+            return F.scaled_dot_product_attention(q, torch.cat([rotated, k[..., 4:]], -1), v)
+
+    graph = qtk.prepare_model(Head().eval(), torch.randn(2, 5, 8), dynamic_shapes=None).graph
+    (found,) = attentions(graph, flow := Flow(graph))
+    assert (is_assembled(flow, found.keys), is_assembled(flow, found.values)) == (shared, False)

@@ -19,7 +19,7 @@ from qtk.numerics.scale_formats import tensor_scale_of
 
 BITS = (4, 8)
 FP8, FP4 = DTYPES["fp8_e4m3"], DTYPES["fp4_e2m1"]
-NVFP4_LENGTH = 16
+NVFP4_LENGTH, MXFP4_LENGTH = 16, 32
 
 
 class Unsuited(Exception):  # noqa: N818  it is a reason
@@ -43,6 +43,11 @@ def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...
             raise Unsuited(f"has scales {spec.granularity}; nvfp4 has one for each {NVFP4_LENGTH} inputs")
         return {**arguments, "strategy": "tensor_group", "group_size": NVFP4_LENGTH,
                 "scale_dtype": torch.float8_e4m3fn}
+    if spec.scale_format is ScaleFormat.E8M0:
+        if axes.outputs[0] > axes.columns[0] or columns != blocks * MXFP4_LENGTH:
+            raise Unsuited(f"has scales {spec.granularity}; mxfp4 has one for each {MXFP4_LENGTH} inputs")
+        return {**arguments, "strategy": "group", "group_size": MXFP4_LENGTH, "scale_dtype": torch.uint8,
+                "zp_dtype": torch.uint8}
     if spec.scale_format is not None:
         raise Unsuited(f"has scales stored as {spec.scale_format.value}")
     if isinstance(spec.granularity, PerTensor):
@@ -95,7 +100,7 @@ def cache_arguments(spec: QuantSpec) -> dict[str, object]:
 
 
 def _number_format(spec: QuantSpec) -> dict[str, object]:
-    if spec.dtype in (FP8, FP4) and (spec.dtype == FP8 or spec.scale_format is ScaleFormat.E4M3):
+    if spec.dtype == FP8 or (spec.dtype == FP4 and spec.scale_format in (ScaleFormat.E4M3, ScaleFormat.E8M0)):
         return {"num_bits": spec.dtype.bits, "type": "float"}
     if isinstance(spec.dtype, FloatDtype) or spec.dtype.bits not in BITS:
         raise Unsuited(f"has {spec.dtype} codes")

@@ -18,7 +18,7 @@ from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, cache_arguments
 from qtk.export.compressed_tensors.library import has_rounded_cache, library
 from qtk.export.compressed_tensors.original import Original
-from qtk.graph.attention import attentions, cache_quantizers
+from qtk.graph.attention import attentions, cache_quantizers, is_assembled
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import roots
 from qtk.graph.sites import OWNER, label
@@ -31,13 +31,21 @@ LAYER = "layer_idx"
 
 
 def caches_of(model: nn.Module) -> dict[str, list[Quantizer]]:
-    """Name of the scale of the keys, or values, of each attention → what quantizes them; empty without any."""
+    """Name of the scale of the keys, or values, of each attention → what quantizes them; empty without any.
+
+    Raises: ExportError naming an attention whose cache holds something else, from which its keys are assembled.
+    """
     found: dict[str, list[Quantizer]] = {}
     for graph in roots(model).values():
         flow = Flow(graph.graph, with_excluded=True)
         for reads in attentions(graph.graph, flow):
             for name, operand in zip(NAMES, (reads.keys, reads.values), strict=True):
                 own = [each for each in cache_quantizers(flow, operand) if each.mode is Mode.SIMULATE]
+                if own and is_assembled(flow, reads.keys):
+                    raise ExportError(
+                        f"the keys of {_path(operand.port.user)} are assembled from those of several layers, as from "
+                        f"the latent of DeepSeek's attention: servers cache what they are made from, and would take "
+                        f"{' and '.join(NAMES)} for its scales; take kv_cache out of the config")
                 known = found.setdefault(f"{_path(operand.port.user)}.{name}", [])
                 known += [each for each in own if each not in known]
     return found if any(found.values()) else {}

@@ -48,15 +48,18 @@ def write(
 def quantization_config(
     layers: Sequence[StoredLayer], in_float: Iterable[str], cache: object | None = None
 ) -> dict[str, object]:
-    """One group of layers for each scheme; the one with most layers is that of all ``Linear`` that are not ignored."""
+    """One group of layers for each scheme; the one with most layers is that of all ``Linear`` that are not ignored.
+
+    It is the last: the library takes the first target that fits a layer, and warns of targets that fit none then.
+    """
     groups: dict[str, list[StoredLayer]] = {}
     for layer in layers:
         groups.setdefault(f"{layer.is_transposed} {layer.scheme.model_dump_json()}", []).append(layer)
-    ordered = sorted(groups.values(), key=len, reverse=True)
+    ordered = sorted(groups.values(), key=len, reverse=True)[::-1]
     paths, ignored = [[layer.path for layer in members] for members in ordered], sorted(set(in_float))
     every = {path for each in (*paths, ignored) for path in each}
     schemes = {f"group_{index}": members[0].scheme.model_copy(update={
-        "targets": [LINEAR] if index == 0 and not members[0].is_transposed else _targets(own, every)
+        "targets": [LINEAR] if index == len(ordered) - 1 and not members[0].is_transposed else _targets(own, every)
     }) for index, (members, own) in enumerate(zip(ordered, paths, strict=True))}
     formats = {scheme.format for scheme in schemes.values()}
     stored = next(iter(formats), "dense") if len(formats) < 2 else "mixed-precision"

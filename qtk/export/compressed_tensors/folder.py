@@ -25,7 +25,7 @@ from qtk.export.compressed_tensors.caches import NAMES, scales_of, warn_of_cache
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
-from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
+from qtk.export.compressed_tensors.library import codes_of_stored, library, scales_of_stored, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
 from qtk.numerics.codes import codes_of, values_of
 
@@ -185,7 +185,7 @@ def _read(tensors: dict[str, Tensor], scheme: Any) -> ReadLayer:
     scale, divisor, inputs = (tensors.get(f"{each}_scale") for each in ("weight", "weight_global", "input"))
     assert scale is not None
     return ReadLayer(
-        codes_of_stored(tensors, scheme), scale.float() if divisor is None else scale.float() / divisor,
+        codes_of_stored(tensors, scheme), scales_of_stored(scale) / (1.0 if divisor is None else divisor),
         zero_points_of_stored(tensors, scheme), None if inputs is None else inputs.float(),
         tensors.get("input_zero_point"), scheme, 0.0 if divisor is None else TWO_BITS,
     )

@@ -12,6 +12,9 @@ from qtk.errors import ExportError
 
 INSTALL = "pip install 'qtk[llm]'"
 
+E8M0_BIAS = 127
+"""What is added to the exponent of a power of two where it is stored as a byte (OCP Microscaling 1.0)."""
+
 
 def library() -> Any:
     """The package. Raises: ExportError saying how to install it, where it cannot be imported."""
@@ -65,10 +68,16 @@ def codes_of_stored(tensors: Mapping[str, Tensor], scheme: Any) -> Tensor:
 
     Shape: result as the weight.
     """
-    unit = {name: torch.ones_like(each, dtype=torch.float32) if name in ("weight_scale", "weight_global_scale")
-            else each for name, each in tensors.items()}
+    unit = {name: each if name not in ("weight_scale", "weight_global_scale") else torch.full_like(each, E8M0_BIAS)
+            if each.dtype == torch.uint8 else torch.ones_like(each, dtype=torch.float32)
+            for name, each in tensors.items()}
     found: Tensor = _compressor(scheme).decompress(unit, scheme)["weight"]
     return found.float()
+
+
+def scales_of_stored(scale: Tensor) -> Tensor:
+    """The scales of a layer's weight, float32: of exponents, as MX formats store them, the powers of two."""
+    return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
 
 
 def zero_points_of_stored(tensors: Mapping[str, Tensor], scheme: Any) -> Tensor | None:

@@ -49,6 +49,21 @@ class Twice(nn.Module):
         return (self.q(x) @ self.k(x).mT).softmax(-1) @ (x + 1) + (x @ (2 * self.q(x)).mT).softmax(-1) @ (x - 1)
 
 
+class Latent(nn.Module):
+    """Keys of two parts, one made from a latent, one of the position alone, which all heads share."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.kv_a, self.kv_b = nn.Linear(16, 24), nn.Linear(16, 12), nn.Linear(8, 32)
+
+    def forward(self, x):
+        q = self.q_proj(x).unflatten(-1, (2, 12)).transpose(1, 2)
+        latent, shared = self.kv_a(x).split([8, 4], -1)
+        k, v = self.kv_b(latent).unflatten(-1, (2, 16)).transpose(1, 2).chunk(2, -1)
+        k = torch.cat([k, shared.cos()[:, None].expand(-1, 2, -1, -1)], -1)
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 def simulated(model, granularity="per_tensor", dtype="fp8_e4m3", target="vllm_w8a8", **config):
     sim = qtk.QuantSim(model.eval(), X, config={
         "version": 1, "extends": target, "kv_cache": {"dtype": dtype, "granularity": granularity}, **config})
@@ -98,6 +113,7 @@ def test_the_cache_alone_is_quantized(tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize(("sim", "message"), [
     (lambda: simulated(Layers(), exclude=["layers.1*"]), "the keys of layers.1.self_attn are in float, and servers"),
+    (lambda: simulated(Layers(Latent)), "the keys of layers.0.self_attn are assembled from those of several layers"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (lambda: simulated(Layers(), "per_token"), "has a scale for each token, computed at run time, of which a"),
         (lambda: simulated(Attention()), "servers read k_scale by the path of the module that computes attention"),

@@ -39,8 +39,9 @@ def test_nvfp4_layers_of_one_value_have_one_scale_of_the_tensor():
     assert "q.weight and k.weight read the same value and have other scales of the tensor" in message
     qtk.round_scales(sim)
     assert said(sim) == []
-    float32 = said(simulated(nn.Linear(64, 8), {"dtype": "nvfp4"}))
-    assert ["makes bfloat16 of NVFP4 weights" in each for each in float32] == [True]
+    for name in ("nvfp4", "mxfp4"):
+        float32 = said(simulated(nn.Linear(64, 8), {"dtype": name}))
+        assert ["makes bfloat16 of NVFP4 and MXFP4 weights" in each for each in float32] == [True]
 
 
 @pytest.mark.medium

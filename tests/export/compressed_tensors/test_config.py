@@ -27,12 +27,12 @@ def test_the_largest_group_is_all_linear_layers_and_experts_have_a_pattern(tmp_p
     config.write(layers, ["head", "head"], None, torch.float32, tmp_path)
     found = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     groups = list(found["config_groups"].values())
-    assert [group["targets"] for group in groups] == [["Linear"], [r"re:^m\.experts\.\d+\.up$"]]
+    assert [group["targets"] for group in groups] == [[r"re:^m\.experts\.\d+\.up$"], ["Linear"]]
     assert (found["ignore"], found["format"]) == (["head"], "mixed-precision")
     assert found["quantization_status"] == "compressed"
-    assert [group["format"] for group in groups] == ["pack-quantized", "int-quantized"]
+    assert [group["format"] for group in groups] == ["int-quantized", "pack-quantized"]
     assert "dequantize" not in found
-    assert [scheme.weights.num_bits for scheme in config.read(tmp_path)[0].values()] == [4, 8]
+    assert [scheme.weights.num_bits for scheme in config.read(tmp_path)[0].values()] == [8, 4]
 
 
 STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}

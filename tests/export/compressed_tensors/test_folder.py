@@ -64,6 +64,21 @@ def own_weight(sim, name):
     return sim.quantizers[name](sim.model.get_parameter(name)).detach()
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@pytest.mark.medium
+def test_mxfp4_is_two_codes_a_byte_and_a_byte_of_exponent(tmp_path):
+    sim = simulated(nn.Sequential(nn.Linear(64, 6)).bfloat16(), {"dtype": "mxfp4"}, x=X.bfloat16())
+    sim.export(tmp_path / "out", formats=("compressed_tensors",))
+    tensors, config = load_file(tmp_path / "out" / "model.safetensors"), config_of(tmp_path / "out")
+    assert config["format"] == "mxfp4-pack-quantized"
+    packed, exponents = tensors["0.weight_packed"], tensors["0.weight_scale"]
+    nibbles = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
+    values = E2M1[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * torch.exp2(exponents.repeat_interleave(32, 1).float() - 127)
+    assert torch.equal(values, own_weight(sim, "0.weight").float())
+
+
 @pytest.mark.medium
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS)
@@ -134,7 +149,7 @@ def test_two_kinds_of_weights_are_two_groups_and_float_layers_are_ignored(tmp_pa
     eight = {"match": {"path": "last"}, "weight": {"dtype": "int8", "granularity": "per_channel"}}
     sim = simulated(Two(), {"dtype": "int4", **BLOCKS}, [eight])
     sim.export(tmp_path / "out", formats=("compressed_tensors",))
-    first, last = config_of(tmp_path / "out")["config_groups"].values()
+    last, first = config_of(tmp_path / "out")["config_groups"].values()
     assert (first["targets"], first["weights"]["num_bits"], first["weights"]["group_size"]) == (["Linear"], 4, 32)
     assert (last["targets"], last["weights"]["num_bits"], last["weights"]["strategy"]) == (["last"], 8, "channel")
     sim = simulated(Two(), {"dtype": "int4", **BLOCKS}, [{"match": {"path": "last"}, "weight": "float"}])
