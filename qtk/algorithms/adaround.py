@@ -109,13 +109,14 @@ class _Choices:
     """The grid points below and above each weight; they are equal where the weight is clipped."""
 
     def __init__(self, weight: Tensor, grid: WeightGrid) -> None:
-        self.scale = grid.scale.to(weight.dtype)
+        self.scale = grid.scale.masked_fill(grid.is_pruned, 1.0).to(weight.dtype)
+        weight = weight.masked_fill(grid.is_pruned, 0.0)
         zero = torch.zeros_like(self.scale) if grid.zero_point is None else grid.zero_point.to(weight.dtype)
         unrounded = weight / self.scale
         floor = unrounded.floor()
         low, high = grid.spec.qmin - zero, grid.spec.qmax - zero
         self.lower = floor.clamp(low, high)
-        self.upper = (floor + 1).clamp(low, high)
+        self.upper = torch.where(grid.is_pruned, self.lower, (floor + 1).clamp(low, high))
         self.is_free = (self.upper > self.lower).to(weight.dtype)
         self.fraction = (unrounded - floor).clamp(1e-4, 1 - 1e-4)
 

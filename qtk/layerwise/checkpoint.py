@@ -27,9 +27,9 @@ from qtk.layerwise.layer_update import LayerUpdate
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.quantizers.quantizer import Quantizer
 
-FORMAT, VERSION = "qtk.layerwise", 4
+FORMAT, VERSION = "qtk.layerwise", 5
 RUN_FILE = "run.json"
-NUMBERS = "before", "after", "held out before", "held out after", "signal", "held out signal"
+NUMBERS = "before", "after", "held out before", "held out after", "signal", "held out signal", "zeros"
 TENSORS = "scale", "zero_point", "weight", "bias"
 
 
@@ -83,7 +83,7 @@ class Checkpoint:
         tensors = dict(zip(
             TENSORS, (update.encoding.scale, update.encoding.zero_point, update.weight, update.bias), strict=True
         ))
-        errors = update.before, update.after, *(update.held_out or (math.nan, math.nan)), *update.signals
+        errors = update.before, update.after, *(update.held_out or (math.nan, math.nan)), *update.signals, update.zeros
         numbers = {name: float(value).hex() for name, value in zip(NUMBERS, errors, strict=True)}
         path = self._folder / self._files[layer.name]
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
@@ -108,11 +108,11 @@ class Checkpoint:
         metadata = {name: numbers[name] for name in ("layer", "winner", *NUMBERS)}
         if numbers.get("digest") != digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
             raise CalibrationError(f"{path} is damaged; delete it to do {layer.name} again")
-        before, after, *held_out, signal, held_out_signal = (float.fromhex(numbers[name]) for name in NUMBERS)
+        before, after, *held_out, signal, held_out_signal, zeros = (float.fromhex(numbers[name]) for name in NUMBERS)
         encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
         return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after,
                            None if math.isnan(held_out[0]) else (held_out[0], held_out[1]), numbers["winner"],
-                           (signal, held_out_signal))
+                           (signal, held_out_signal), zeros)
 
     def _check(self, path: Path, run: Mapping[str, object]) -> None:
         try:

@@ -141,7 +141,7 @@ def apply_layerwise(
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
         if options.keep_originals:
             originals.hand_over()
-    return LayerwiseReport(tuple(results), skipped, restarted, run.pooled)
+    return LayerwiseReport(tuple(results), skipped, restarted, run.pooled, run.dense)
 
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:
