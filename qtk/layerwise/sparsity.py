@@ -26,21 +26,32 @@ KEPT_FROM = 0.3
 
 
 def with_zeros(state: LayerState, sparsity: Sparsity | None) -> LayerState:
-    """The state with the zeros that methods keep: of a 2:4 mask, there or to be chosen, else of a pruned weight.
+    """The state with the zeros that methods keep, those of a mask that is chosen among them.
 
     Raises: CalibrationError if a mask is to be chosen and the damped Hessian has no inverse.
     """
-    fours = None if why_not_two_of_four(state.geometry, state.float_weight) else _fours(state.geometry, state)
-    if fours is not None and bool(((state.to_gemm(state.weight) == 0)[..., fours].sum(-1) >= FOUR // 2).all()):
-        return replace(state, zeros=state.weight == 0)
-    if fours is not None and sparsity is not None:
-        error = with_prior(state, shrinkage(state.error.gram, state.moments.rows_of_groups)).error
-        is_pruned, kept = prune_two_of_four(
-            state.to_gemm(state.weight), error.gram[:, 0], fours, None if error.linear is None else error.linear[:, 0])
-        weight = state.from_gemm(kept)
-        return replace(state, weight=weight, pruned=weight, zeros=state.from_gemm(is_pruned.to(kept.dtype)) != 0)
-    zeros = state.float_weight == 0
-    return replace(state, zeros=zeros) if float(zeros.float().mean()) >= KEPT_FROM else state
+    zeros, has_mask = zeros_of(state.geometry, state.float_weight, state.weight)
+    if sparsity is None or has_mask or why_not_two_of_four(state.geometry, state.weight) is not None:
+        return replace(state, zeros=zeros)
+    error = with_prior(state, shrinkage(state.error.gram, state.moments.rows_of_groups)).error
+    is_pruned, kept = prune_two_of_four(
+        state.to_gemm(state.weight), error.gram[:, 0], _fours(state.geometry, state.weight),
+        None if error.linear is None else error.linear[:, 0])
+    weight = state.from_gemm(kept)
+    return replace(state, weight=weight, pruned=weight, zeros=state.from_gemm(is_pruned.to(kept.dtype)) != 0)
+
+
+def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[Tensor | None, bool]:
+    """The zeros that methods keep, and whether they have a 2:4 mask: that of ``weight``, else a pruned float weight's.
+
+    Shape: the zeros bool, as ``weight``; ``None`` if none are kept.
+    """
+    if why_not_two_of_four(geometry, weight) is None:
+        fours = weight_to_gemm(weight == 0, geometry)[..., _fours(geometry, weight)]
+        if bool((fours.sum(-1) >= FOUR // 2).all()):
+            return weight == 0, True
+    zeros = float_weight == 0
+    return zeros if float(zeros.float().mean()) >= KEPT_FROM else None, False
 
 
 def why_not_two_of_four(geometry: Geometry, weight: Tensor) -> str | None:
@@ -66,8 +77,7 @@ def dense_layers(layers: Sequence[WeightedLayer], sparsity: Sparsity | None) -> 
     return reasons
 
 
-def _fours(geometry: Geometry, state: LayerState) -> Tensor:
+def _fours(geometry: Geometry, weight: Tensor) -> Tensor:
     """The columns of every four: input channels that follow one another, at one position of the kernel."""
-    columns, positions = state.to_gemm(state.float_weight).shape[-1], geometry.kernel_positions
-    index = torch.arange(columns, device=state.weight.device).reshape(-1, FOUR, positions)
-    return index.transpose(1, 2).reshape(-1, FOUR)
+    index = torch.arange(weight_to_gemm(weight, geometry).shape[-1], device=weight.device)
+    return index.reshape(-1, FOUR, geometry.kernel_positions).transpose(1, 2).reshape(-1, FOUR)
