@@ -147,14 +147,9 @@ def _rectified_sigmoid(variable: Tensor) -> tuple[Tensor, Tensor]:
     return stretched.clamp(0, 1), (ZETA - GAMMA) * sigmoid * (1 - sigmoid) * is_inside
 
 
-def exponent(progress: float) -> float:
-    """β, annealed along a cosine from progress 0 to 1."""
-    return BETA[1] + 0.5 * (BETA[0] - BETA[1]) * (1 + math.cos(math.pi * progress))
-
-
 def _regularization_gradient(soft: Tensor, progress: float) -> Tensor:
-    """Derivative of ``1 - |2 soft - 1|^β``."""
-    beta = exponent(progress)
+    """Derivative of ``1 - |2 soft - 1|^β``, with β annealed along a cosine."""
+    beta = BETA[1] + 0.5 * (BETA[0] - BETA[1]) * (1 + math.cos(math.pi * progress))
     centered = 2 * soft - 1
     return -2 * beta * centered.abs().pow(beta - 1) * centered.sign()
 

@@ -1,15 +1,16 @@
 """Rounding that is learned with what it is part of: AdaRound's variable V, under autograd.
 
 Where the loss is not a quadratic form of one layer's weight, as of a block of layers (BRECQ, Li et al.,
-arXiv 2102.05426), the relaxed choice ``h(V)`` of ``qtk.algorithms.adaround`` stands in the model itself.
+arXiv 2102.05426), the choice stands in the model itself: made, ``round(h(V))``, with the gradient of the relaxed
+``h(V)`` of ``qtk.algorithms.adaround`` (straight through, as in arXiv 2309.05516). So the model that is learned is the
+model that is left, and no second term must drive choices to 0 or 1, for which hundreds of steps are too few.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qtk.algorithms.adaround import GAMMA, ZETA, Choices, exponent
+from qtk.algorithms.adaround import GAMMA, ZETA, Choices
 from qtk.algorithms.weight_grid import WeightGrid
 
 EDGE = 0.02
@@ -17,9 +18,9 @@ EDGE = 0.02
 
 
 class SoftRounding:
-    """A weight between two grid points for each of its elements, moved by ``variable``.
+    """A weight, each of its elements at one of two grid points, as ``variable`` says.
 
-    It starts from the float weight, or from the grid point in use where that is not next to it.
+    It starts half way from the float weight to the grid point in use, to which it is therefore rounded.
 
     Args:
         weight: float weights.
@@ -32,28 +33,17 @@ class SoftRounding:
     >>> from qtk.core.spec import QuantSpec
     >>> grid = WeightGrid(QuantSpec(dtype("int4"), symmetric=True), torch.ones(2))
     >>> rounding = SoftRounding(torch.tensor([0.3, 1.6]), grid, torch.tensor([0.0, 2.0]))
-    >>> rounding.weight().detach(), rounding.rounded()
-    (tensor([0.3000, 1.6000]), tensor([0., 2.]))
+    >>> rounding.weight().detach()
+    tensor([0., 2.])
     """
 
     def __init__(self, weight: Tensor, grid: WeightGrid, near: Tensor) -> None:
         self._choices = Choices(weight, grid, near)
-        self._choices.fraction.clamp_(EDGE, 1 - EDGE)
+        present = near / self._choices.scale - self._choices.lower
+        self._choices.fraction.add_(present).mul_(0.5).clamp_(EDGE, 1 - EDGE)
         self.variable = self._choices.initial_variable().requires_grad_()
 
     def weight(self) -> Tensor:
-        """The relaxed weight."""
-        return self._choices.weight(self._soft())
-
-    @torch.no_grad()
-    def rounded(self) -> Tensor:
-        """The weight with every choice made."""
-        return self._choices.weight(self._soft().round())
-
-    def undecided(self, progress: float) -> Tensor:
-        """The mean of ``1 - |2 h(V) - 1|^β``, which drives choices to 0 or 1."""
-        distance = (2 * self._soft() - 1).abs().clamp(min=1e-6)
-        return ((1 - distance.pow(exponent(progress))) * self._choices.is_free).mean()
-
-    def _soft(self) -> Tensor:
-        return (self.variable.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+        """The weight with every choice made; its gradient goes to the relaxed choices."""
+        soft = (self.variable.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+        return self._choices.weight(soft + (soft.round() - soft).detach())

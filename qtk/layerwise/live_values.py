@@ -47,9 +47,16 @@ class LiveValues:
 
     def take(self, batch: int) -> Values:
         """Removes and returns the values of a batch, on their device."""
+        values = self.read(batch)
+        self._on_device.pop(batch, None)
+        self._packed.pop(batch, None)
+        return values
+
+    def read(self, batch: int) -> Values:
+        """Returns the values of a batch, on their device, and keeps them."""
         if self.offload == "none":
-            return self._on_device.pop(batch)
-        packed = self._packed.pop(batch)
+            return self._on_device[batch]
+        packed = self._packed[batch]
         return packed.values(packed.tensors if self._folder is None else load_file(self._file(batch)))
 
     def close(self) -> None:

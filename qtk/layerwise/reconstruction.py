@@ -24,18 +24,16 @@ class Reconstruction:
 
     Blocks are found between residual joins. The rounding of a block's weights, by AdaRound's variable, and the ranges
     of its activations are learned together, from what earlier methods have made of them, by the errors of what leaves
-    the block and of the model's output behind it.
+    the block and of the model's output, quantized as it is so far.
 
     Args:
         iterations: steps of Adam for each window, one batch each.
         window: blocks that are learned together.
         learning_rate: of the rounding.
         range_learning_rate: of scales and zero points, relative to where they start.
-        regularization: weight of the term that drives choices to 0 or 1; the error before counts 1.
-        warm_start: fraction of the iterations without regularization.
         drop: probability with which a value is not quantized in a step.
-        divergence: weight of the divergence of the model's output, in float behind the block; 0 saves the time of
-            running the rest of the model.
+        divergence: weight of the divergence of the model's output, in nats, beside the relative error of what leaves
+            the block; 0 saves the time of running the rest of the model.
 
     Raises: CalibrationError if a setting is out of range.
     """
@@ -45,21 +43,19 @@ class Reconstruction:
 
     iterations: int = 100
     window: int = 1
-    learning_rate: float = 0.02
-    range_learning_rate: float = 0.005
-    regularization: float = 1.0
-    warm_start: float = 0.2
+    learning_rate: float = 0.05
+    range_learning_rate: float = 0.01
     drop: float = 0.5
     divergence: float = 1.0
 
     def __post_init__(self) -> None:
         check_count("iterations of reconstruction", self.iterations, MOST_ITERATIONS)
         check_count("window of reconstruction", self.window, MOST_BLOCKS)
-        rates = self.learning_rate, self.range_learning_rate, self.regularization, self.divergence
+        rates = self.learning_rate, self.range_learning_rate, self.divergence
         is_right = all(0 <= rate < math.inf for rate in rates) and self.learning_rate > 0
-        if not is_right or not 0 <= self.warm_start < 1 or not 0 <= self.drop < 1:
+        if not is_right or not 0 <= self.drop < 1:
             raise CalibrationError("reconstruction needs a finite learning_rate > 0, other finite rates and weights "
-                                   f"≥ 0, 0 ≤ warm_start < 1 and 0 ≤ drop < 1; got {self}")
+                                   f"≥ 0, and 0 ≤ drop < 1; got {self}")
 
     def min_rows(self, columns: int) -> int:
         return 0

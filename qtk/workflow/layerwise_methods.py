@@ -192,9 +192,9 @@ def apply_reconstruction(
     """Block reconstruction: learns the rounding of a block's weights and the ranges of its activations together.
 
     BRECQ (Li et al., arXiv 2102.05426) with QDrop (Wei et al., arXiv 2203.05740). A block lies between residual joins
-    of the graph; a recurrent op, with its loop over time, is one. The loss is the error of what leaves the blocks and
-    the divergence of the model's output, in float behind them, each in units of what it was; values are quantized or
-    not at random. A window changes only if its loss over the samples that are held out falls.
+    of the graph; a recurrent op, with its loop over time, is one. The loss is the relative error of what leaves the
+    blocks and the divergence of the model's output, in nats; values are quantized or not at random. A window changes
+    only if its loss over the samples that are held out falls.
 
     >>> import qtk
     >>> _ = torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_the_error_of_held_out_samples_falls_and_unseen_outputs_come_closer(mode
     report = qtk.apply_layerwise(sim, batches, FEW.replace("12", "60"), progress=False)
     lost.append(float((sim.model(unseen) - net(unseen)).detach().square().sum()))
     assert lost[1] < lost[0]
-    assert any("Reconstruction, loss × 0" in layer.winner for layer in report.layers)
+    assert any("Reconstruction, loss" in layer.winner for layer in report.layers)
     for name, quantizer in sim.quantizers.items():
         assert not quantizer.learns_range
         if name in dict(sim.model.named_parameters()):
