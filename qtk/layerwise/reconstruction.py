@@ -28,7 +28,7 @@ class Reconstruction:
 
     Args:
         iterations: steps of Adam for each window, one batch each.
-        window: blocks that are learned together.
+        window: blocks that are learned together; more of them learn more, and keep more values of a step.
         learning_rate: of the rounding.
         range_learning_rate: of scales and zero points, relative to where they start.
         drop: probability with which a value is not quantized in a step.
@@ -41,11 +41,11 @@ class Reconstruction:
     needs_bias: ClassVar[bool] = False
     searches_scale: ClassVar[bool] = False
 
-    iterations: int = 100
-    window: int = 1
+    iterations: int = 200
+    window: int = 16
     learning_rate: float = 0.05
     range_learning_rate: float = 0.01
-    drop: float = 0.5
+    drop: float = 0.25
     divergence: float = 1.0
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ def apply_layerwise(
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse(refine=True)", "gptq(damping=0.05)"], progress=False)
     >>> list(qtk.METHODS)
-    ['seq_mse', 'gptq', 'coordinate_descent', 'adaround', 'bias_correction']
+    ['seq_mse', 'gptq', 'coordinate_descent', 'adaround', 'bias_correction', 'reconstruction']
 
     A loader of (input, label) pairs, of which two batches are enough:
 

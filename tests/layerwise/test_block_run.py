@@ -7,7 +7,7 @@ from qtk.errors import CalibrationError
 from qtk.layerwise import block_run
 
 CHAIN = ["seq_mse", "gptq"]
-FEW = "reconstruction(iterations=12, learning_rate=0.1, range_learning_rate=0.02)"
+FEW = "reconstruction(iterations=12, window=1, learning_rate=0.1, range_learning_rate=0.02)"
 
 
 class Residual(nn.Module):
@@ -113,7 +113,7 @@ def test_what_does_not_help_is_undone():
     sim, _, batches = simulated()
     qtk.apply_layerwise(sim, batches, CHAIN, progress=False)
     before = state_of(sim)
-    wild = "reconstruction(iterations=1, learning_rate=50, range_learning_rate=0.9)"
+    wild = "reconstruction(iterations=1, window=1, learning_rate=50, range_learning_rate=0.9)"
     report = qtk.apply_layerwise(sim, batches, wild, progress=False)
     assert [layer.winner for layer in report.layers] == ["none"] * 3
     assert are_equal(state_of(sim), before)
