@@ -14,7 +14,7 @@ from qtk.algorithms.adaround import GAMMA, ZETA, Choices
 from qtk.algorithms.weight_grid import WeightGrid
 
 EDGE = 0.02
-"""How far a choice starts from 0 and 1 at least, where the sigmoid has no slope."""
+"""How far a choice starts from 0 and 1 at least, where the sigmoid has no gradient."""
 
 
 class SoftRounding:

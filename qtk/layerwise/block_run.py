@@ -22,14 +22,14 @@ from qtk.layerwise.candidates import NONE
 from qtk.layerwise.checkpoint import Checkpoint
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_update import LayerUpdate
-from qtk.layerwise.live_values import LiveValues, Values
+from qtk.layerwise.live_values import LiveValues, Values, start_values
 from qtk.layerwise.options import LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.sparsity import zeros_of
-from qtk.layerwise.walk import only_graph, start_values
+from qtk.layerwise.walk import only_graph
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.batch_rows import BatchRows
 from qtk.moments.holdout import holdout_of

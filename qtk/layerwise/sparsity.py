@@ -31,7 +31,7 @@ def with_zeros(state: LayerState, sparsity: Sparsity | None) -> LayerState:
     Raises: CalibrationError if a mask is to be chosen and the damped Hessian has no inverse.
     """
     zeros, has_mask = zeros_of(state.geometry, state.float_weight, state.weight)
-    if sparsity is None or has_mask or why_not_two_of_four(state.geometry, state.weight) is not None:
+    if sparsity is None or has_mask or misfit(state.geometry, state.weight) is not None:
         return replace(state, zeros=zeros)
     error = with_prior(state, shrinkage(state.error.gram, state.moments.rows_of_groups)).error
     is_pruned, kept = prune_two_of_four(
@@ -46,7 +46,7 @@ def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[
 
     Shape: the zeros bool, as ``weight``; ``None`` if none are kept.
     """
-    if why_not_two_of_four(geometry, weight) is None:
+    if misfit(geometry, weight) is None:
         fours = weight_to_gemm(weight == 0, geometry)[..., _fours(geometry, weight)]
         if bool((fours.sum(-1) >= FOUR // 2).all()):
             return weight == 0, True
@@ -54,7 +54,7 @@ def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[
     return zeros if float(zeros.float().mean()) >= KEPT_FROM else None, False
 
 
-def why_not_two_of_four(geometry: Geometry, weight: Tensor) -> str | None:
+def misfit(geometry: Geometry, weight: Tensor) -> str | None:
     """Why no 2:4 mask fits a weight; ``None`` if one does."""
     if geometry.axes is not None and geometry.axes.stack:
         return "2:4 is a pattern of one matrix, this weight is a stack of them (experts)"
@@ -69,7 +69,7 @@ def why_not_two_of_four(geometry: Geometry, weight: Tensor) -> str | None:
 def dense_layers(layers: Sequence[WeightedLayer], sparsity: Sparsity | None) -> dict[str, str]:
     """The layers that the pattern does not fit, each with the reason. Raises: CalibrationError if it fits none."""
     reasons = {layer.name: reason for layer in layers if sparsity is not None
-               and (reason := why_not_two_of_four(layer.geometry, layer.weight)) is not None}
+               and (reason := misfit(layer.geometry, layer.weight)) is not None}
     if reasons and len(reasons) == len(layers):
         shown = "".join(f"\n  {name}: {reason}" for name, reason in list(reasons.items())[:LISTED])
         raise CalibrationError(f"LayerwiseOptions(sparsity={sparsity!r}) fits none of the {len(layers)} layers; leave "

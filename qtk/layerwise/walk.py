@@ -21,16 +21,14 @@ import torch
 from torch import Tensor, fx
 
 from qtk.calls.calls import Call
-from qtk.calls.inputs import input_leaves
 from qtk.calls.token_inputs import Unmasked
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.written_buffers import read_values
 from qtk.layerwise.all_experts import Router, routers
 from qtk.layerwise.layer_input import LayerInput
-from qtk.layerwise.live_values import LiveValues, Offload, Values
+from qtk.layerwise.live_values import LiveValues, Offload, Values, start_values
 from qtk.layerwise.named_batch import named_batch
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
@@ -112,13 +110,6 @@ def only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph |
         return model
     served = {model.variant(call.args, call.kwargs) for call in calls}
     return served.pop() if len(served) == 1 else None
-
-
-def start_values(graph: CapturedGraph, call: Call, paths: int) -> Values:
-    """The inputs and states of a call, the same on so many paths."""
-    leaves, inputs = input_leaves(graph.graph, call.args, call.kwargs), graph.graph.find_nodes(op="placeholder")
-    given = {**dict(zip(inputs, leaves, strict=True)), **read_values(graph, call.buffers)}
-    return {node: (value,) * paths for node, value in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
