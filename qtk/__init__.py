@@ -52,6 +52,7 @@ __all__ = [
     "apply_adaround",
     "apply_gptq",
     "apply_layerwise",
+    "apply_reconstruction",
     "apply_seq_mse",
     "apply_smooth_quant",
     "assign_bits",
@@ -83,6 +84,7 @@ _MODULE_OF = {
     "Quantized": "qtk.auto.quantize",
     "TargetCheck": "qtk.workflow.check_target",
     "apply_adaround": "qtk.workflow.layerwise_methods",
+    "apply_reconstruction": "qtk.workflow.layerwise_methods",
     "apply_gptq": "qtk.workflow.layerwise_methods",
     "apply_layerwise": "qtk.workflow.layerwise",
     "apply_seq_mse": "qtk.workflow.layerwise_methods",
@@ -122,7 +124,13 @@ if TYPE_CHECKING:
     from qtk.workflow.export_gguf import export_gguf
     from qtk.workflow.fold_batch_norms import fold_batch_norms
     from qtk.workflow.layerwise import apply_layerwise
-    from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
+    from qtk.workflow.layerwise_methods import (
+        apply_adaround,
+        apply_gptq,
+        apply_reconstruction,
+        apply_seq_mse,
+        correct_bias,
+    )
     from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
     from qtk.workflow.round_scales import round_scales
     from qtk.workflow.smooth_quant import apply_smooth_quant

@@ -71,7 +71,7 @@ def adaround(
         raise CalibrationError(f"AdaRound needs codes that are integers, not {grid.spec.dtype}")
     if error.gram.shape[1] > 1:
         raise CalibrationError("AdaRound needs the Gram matrix of all columns, not of blocks")
-    choices = _Choices(weight, grid)
+    choices = Choices(weight, grid)
     nearest = grid.nearest(weight)
     objective = activation_error or error
     unit = _error_per_weight(weight - nearest, error if activation_error is None else activation_error)
@@ -86,7 +86,7 @@ def adaround(
 
 
 def _relaxed_choices(
-    weight: Tensor, choices: _Choices, error: OutputError | ActivationError, unit: Tensor, descent: Descent
+    weight: Tensor, choices: Choices, error: OutputError | ActivationError, unit: Tensor, descent: Descent
 ) -> Tensor:
     """``h(V)`` after gradient descent, close to 0 or 1."""
     variable = choices.initial_variable()
@@ -105,17 +105,29 @@ def _relaxed_choices(
     return _rectified_sigmoid(variable)[0]
 
 
-class _Choices:
-    """The grid points below and above each weight; they are equal where the weight is clipped."""
+class Choices:
+    """The grid points below and above each weight; they are equal where the weight is clipped.
 
-    def __init__(self, weight: Tensor, grid: WeightGrid) -> None:
-        self.scale = grid.scale.to(weight.dtype)
+    Args:
+        weight: float weights.
+        grid: the grid points of every weight.
+        near: grid points, of which each is one of the two; ``None``: those next to the weight.
+
+    Shape: one for all.
+    """
+
+    def __init__(self, weight: Tensor, grid: WeightGrid, near: Tensor | None = None) -> None:
+        self.scale = grid.scale.masked_fill(grid.is_pruned, 1.0).to(weight.dtype)
+        weight = weight.masked_fill(grid.is_pruned, 0.0)
         zero = torch.zeros_like(self.scale) if grid.zero_point is None else grid.zero_point.to(weight.dtype)
         unrounded = weight / self.scale
         floor = unrounded.floor()
+        if near is not None:
+            code = (near / self.scale).round()
+            floor = torch.where(code > floor + 1, code - 1, torch.where(code < floor, code, floor))
         low, high = grid.spec.qmin - zero, grid.spec.qmax - zero
         self.lower = floor.clamp(low, high)
-        self.upper = (floor + 1).clamp(low, high)
+        self.upper = torch.where(grid.is_pruned, self.lower, (floor + 1).clamp(low, high))
         self.is_free = (self.upper > self.lower).to(weight.dtype)
         self.fraction = (unrounded - floor).clamp(1e-4, 1 - 1e-4)
 

@@ -45,7 +45,7 @@ def gptq(
     """
     order = _column_order(hessian, act_order)
     index = order[:, None].expand(weight.shape)
-    factor = _factor(_in_order(hessian, order), damping).to(weight.dtype)
+    factor = damped_factor(in_order(hessian, order), damping).to(weight.dtype)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
     change = weight.gather(2, index)
     target = change.clone()
@@ -70,7 +70,7 @@ def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
     return torch.arange(diagonal.shape[1], device=hessian.device).flip(0).expand(diagonal.shape)
 
 
-def _in_order(matrix: Tensor, order: Tensor) -> Tensor:
+def in_order(matrix: Tensor, order: Tensor) -> Tensor:
     """A copy with its rows and columns in another order. Shape: as ``matrix``, [groups, columns, columns]."""
     result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     for into, each, columns in zip(result, matrix, order, strict=True):
@@ -78,7 +78,7 @@ def _in_order(matrix: Tensor, order: Tensor) -> Tensor:
     return result
 
 
-def _factor(hessian: Tensor, damping: float) -> Tensor:
+def damped_factor(hessian: Tensor, damping: float) -> Tensor:
     """L, lower triangular, with ``L Lᵀ = H`` for the damped H, which ``hessian`` becomes.
 
     Columns whose inputs are all zero get a diagonal of 1, so that there is one.

@@ -16,6 +16,9 @@ from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.feedback_rounding import round_with_feedback_
 
+PRUNED_SCALE = 1e30
+"""The scale of a weight that stays 0: no other grid point is within reach."""
+
 Index = int | slice | Tensor | EllipsisType | None
 
 
@@ -34,6 +37,15 @@ class WeightGrid:
     spec: QuantSpec
     scale: Tensor
     zero_point: Tensor | None = None
+
+    @property
+    def is_pruned(self) -> Tensor:
+        """Which weights stay 0. Shape: bool, as ``scale``."""
+        return self.scale == PRUNED_SCALE
+
+    def pruned(self, zeros: Tensor) -> WeightGrid:
+        """The grid on which the weights of a mask stay 0. Shape: ``zeros`` bool, as ``scale``."""
+        return WeightGrid(self.spec, self.scale.masked_fill(zeros, PRUNED_SCALE), self.zero_point)
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Each weight rounded to its nearest grid point. Shape: as ``scale``; in the dtype of ``weight``."""

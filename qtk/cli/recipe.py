@@ -110,7 +110,7 @@ class Setting(_Part):
         encodings: a file for ``sim.load_encodings``: what is in it stays as it is, all else is calibrated.
         transforms: ``fold_batch_norms``, ``equalize``, ``smooth_quant(alpha=0.5)``, in order, before calibration.
         layerwise: ``seq_mse``, ``gptq``, ``adaround``, ``coordinate_descent``, ``bias_correction``, after it, in one
-            walk.
+            walk; ``reconstruction`` after these.
         auto: find scheme, transforms, layer-wise methods and sites to leave precise, in place of naming them.
     """
 

@@ -61,7 +61,7 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         return Winner(state, _name(methods), before, after, None)
     floor = shrinkage(start.error.gram, moments.rows_of_groups)
     if held_out is None or not held_out.rows:
-        state, own = _applied(_with_prior(start, floor), methods), _Judge(start, moments, start.error)
+        state, own = _applied(with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
     judge, own = _Judge.of(start, held_out), _Judge(start, moments, start.error)
     least = judge.error(start)
@@ -77,7 +77,7 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         name = f"{_name(methods)}, prior {prior or 'least'}"
     if best is start and len(methods) > 1:
         for method in methods:
-            state = _applied(_with_prior(start, floor.clamp(min=PRIORS[-1])), [method])
+            state = _applied(with_prior(start, floor.clamp(min=PRIORS[-1])), [method])
             if (own_gain := least - judge.error(state)) > gain:
                 best, gain, name = state, own_gain, f"{_name([method])}, prior {PRIORS[-1]}"
     errors = least, least - gain
@@ -94,7 +94,7 @@ def _better(
     for prior in priors:
         if prior and bool((floor >= prior).all()):
             continue
-        state = _applied(_with_prior(start, floor.clamp(min=prior)), methods)
+        state = _applied(with_prior(start, floor.clamp(min=prior)), methods)
         if (own_gain := least - judge.error(state)) > gain:
             gain = own_gain
             yield prior, state, gain
@@ -158,8 +158,8 @@ class _Judge:
         return error + float((moments.rows_of_means * (shift.square() - 2 * shift * mean)).sum())
 
 
-def _with_prior(state: LayerState, prior: Tensor) -> LayerState:
-    """Shape: ``prior`` [groups, blocks]."""
+def with_prior(state: LayerState, prior: Tensor) -> LayerState:
+    """The state with a prior on its Gram matrix. Shape: ``prior`` [groups, blocks]."""
     gram = state.error.gram.clone()
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal += (prior * diagonal.mean(-1))[..., None]

@@ -27,9 +27,9 @@ from qtk.layerwise.layer_update import LayerUpdate
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.quantizers.quantizer import Quantizer
 
-FORMAT, VERSION = "qtk.layerwise", 4
+FORMAT, VERSION = "qtk.layerwise", 5
 RUN_FILE = "run.json"
-NUMBERS = "before", "after", "held out before", "held out after", "signal", "held out signal"
+NUMBERS = "before", "after", "held out before", "held out after", "signal", "held out signal", "zeros"
 TENSORS = "scale", "zero_point", "weight", "bias"
 
 
@@ -83,36 +83,49 @@ class Checkpoint:
         tensors = dict(zip(
             TENSORS, (update.encoding.scale, update.encoding.zero_point, update.weight, update.bias), strict=True
         ))
-        errors = update.before, update.after, *(update.held_out or (math.nan, math.nan)), *update.signals
+        errors = update.before, update.after, *(update.held_out or (math.nan, math.nan)), *update.signals, update.zeros
         numbers = {name: float(value).hex() for name, value in zip(NUMBERS, errors, strict=True)}
-        path = self._folder / self._files[layer.name]
-        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-        metadata = {"layer": layer.name, "winner": update.winner, **numbers}
+        self.write(layer.name, tensors, {"winner": update.winner, **numbers})
+
+    def load(self, layer: WeightedLayer) -> LayerUpdate:
+        """The update that ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
+        tensors, numbers = self.read(layer.name, layer.weight.device, ("winner", *NUMBERS))
+        if "scale" not in tensors:
+            raise CalibrationError(f"{self._folder / self._files[layer.name]} does not hold {layer.name}; delete it to "
+                                   "do that layer again")
+        before, after, *held_out, signal, held_out_signal, zeros = (float.fromhex(numbers[name]) for name in NUMBERS)
+        encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
+        return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after,
+                           None if math.isnan(held_out[0]) else (held_out[0], held_out[1]), numbers["winner"],
+                           (signal, held_out_signal), zeros)
+
+    def write(self, name: str, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, str]) -> None:
+        """Saves what belongs to a layer or block, atomically. Raises: CalibrationError if it cannot be written."""
+        path = self._folder / self._files[name]
+        contents = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items() if tensor is not None}
+        metadata = {"layer": name, **numbers}
+        metadata |= {"digest": digest([metadata, sorted(contents.items())])}
         try:
-            write_file(path, to_bytes(contents, metadata={**metadata, "digest": digest([metadata, contents])}))
+            write_file(path, to_bytes(contents, metadata=metadata))
         except OSError as error:
             raise CalibrationError(f"cannot write {path}: {error.strerror or error}; the layers before it are "
                                    "saved, and the same call goes on from there") from error
 
-    def load(self, layer: WeightedLayer) -> LayerUpdate:
-        """The update that ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
-        path, device = self._folder / self._files[layer.name], layer.weight.device
+    def read(self, name: str, device: torch.device, numbers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What ``write`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
+        path = self._folder / self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                numbers = file.metadata() or {}
-                tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+                stored = file.metadata() or {}
+                tensors: dict[str, Tensor] = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"cannot read {path}: {error}; delete it to do {layer.name} again") from error
-        if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {"winner", *NUMBERS}:
-            raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
-        metadata = {name: numbers[name] for name in ("layer", "winner", *NUMBERS)}
-        if numbers.get("digest") != digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
-            raise CalibrationError(f"{path} is damaged; delete it to do {layer.name} again")
-        before, after, *held_out, signal, held_out_signal = (float.fromhex(numbers[name]) for name in NUMBERS)
-        encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
-        return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after,
-                           None if math.isnan(held_out[0]) else (held_out[0], held_out[1]), numbers["winner"],
-                           (signal, held_out_signal))
+            raise CalibrationError(f"cannot read {path}: {error}; delete it to do {name} again") from error
+        if stored.get("layer") != name or not stored.keys() >= {*numbers}:
+            raise CalibrationError(f"{path} does not hold {name}; delete it to do that layer again")
+        metadata = {key: stored[key] for key in ("layer", *numbers)}
+        if stored.get("digest") != digest([metadata, sorted(tensors.items())]):
+            raise CalibrationError(f"{path} is damaged; delete it to do {name} again")
+        return tensors, metadata
 
     def _check(self, path: Path, run: Mapping[str, object]) -> None:
         try:

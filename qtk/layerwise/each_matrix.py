@@ -47,14 +47,17 @@ def _states(start: LayerState) -> Iterator[LayerState]:
     axes, encoding = start.geometry.axes, start.encoding
     assert axes is not None
     zero_points = None if encoding.zero_point is None else list(axes.matrices(encoding.zero_point))
+    zeros, pruned = (None if each is None else list(axes.matrices(each)) for each in (start.zeros, start.pruned))
     parts = zip(axes.matrices(start.float_weight), axes.matrices(start.weight), axes.matrices(encoding.scale),
                 strict=True)
     for index, (float_weight, weight, scale) in enumerate(parts):
+        unrounded = float_weight if pruned is None else pruned[index]
         gram, linear = start.error.gram[index:index + 1], start.error.linear
         float_bias = None if start.float_bias is None else start.float_bias[index]
         yield replace(
             start, geometry=replace(start.geometry, groups=1, axes=axes.of_one), float_weight=float_weight,
-            weight=weight if start.is_rounded else float_weight,
+            weight=weight if start.is_rounded else unrounded, pruned=None if pruned is None else unrounded,
+            zeros=None if zeros is None else zeros[index],
             encoding=Encoding(encoding.spec, scale, None if zero_points is None else zero_points[index]),
             bias=float_bias if start.bias is start.float_bias or start.bias is None else start.bias[index],
             float_bias=float_bias, moments=start.moments.of_matrix(index),

@@ -38,6 +38,8 @@ class LayerState:
         dtype: in which methods compute.
         loss: the output's error before and after the methods, without its constant; ``None`` where the last method does
             not know it.
+        zeros: the weights that stay 0, which no method moves; ``None``: there are none.
+        pruned: the float weight after two of four weights were pruned; ``None``: it has not been.
     """
 
     name: str
@@ -52,6 +54,8 @@ class LayerState:
     activation: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     loss: tuple[float, float] | None = None
+    zeros: Tensor | None = None
+    pruned: Tensor | None = None
 
     @classmethod
     def of(cls, layer: WeightedLayer, moments: SecondMoments, dtype: torch.dtype = torch.float32) -> LayerState:
@@ -74,7 +78,12 @@ class LayerState:
     @property
     def is_rounded(self) -> bool:
         """Whether a method has replaced the weight."""
-        return self.weight is not self.float_weight
+        return self.weight is not self.unrounded
+
+    @property
+    def unrounded(self) -> Tensor:
+        """The weight before any method: the float weight, or what pruning made of it."""
+        return self.float_weight if self.pruned is None else self.pruned
 
     def to_gemm(self, weight: Tensor) -> Tensor:
         """A weight in GEMM layout. Shape: [groups, outputs, columns], in ``dtype``."""
@@ -98,9 +107,10 @@ class LayerState:
             for values in (scale, zero_point)
         )
         assert scales is not None
-        return WeightGrid(
+        grid = WeightGrid(
             spec, scales.contiguous(), None if zero_points is None else zero_points.round().to(torch.int32).contiguous()
         )
+        return grid if self.zeros is None else grid.pruned(weight_to_gemm(self.zeros, self.geometry))
 
     def scale_index(self) -> Tensor:
         """Index of each weight's scale in the flattened scales. Shape: int64, as ``to_gemm``."""
@@ -122,10 +132,12 @@ class LayerState:
             return None
         index = (*(slice(None),) * axis, outputs)
         encoding = Encoding(self.encoding.spec, scale[index], None if zero_point is None else zero_point[index])
-        float_weight = self.float_weight[index]
+        unrounded = self.unrounded[index]
         bias, float_bias = (None if each is None else each[outputs] for each in (self.bias, self.float_bias))
         return replace(
-            self, float_weight=float_weight, weight=self.weight[index] if self.is_rounded else float_weight,
+            self, float_weight=unrounded if self.pruned is None else self.float_weight[index],
+            weight=self.weight[index] if self.is_rounded else unrounded,
+            pruned=None if self.pruned is None else unrounded, zeros=None if self.zeros is None else self.zeros[index],
             encoding=encoding, bias=float_bias if self.bias is self.float_bias else bias, float_bias=float_bias,
             error=self.error.select(slice(None), outputs), loss=None,
         )

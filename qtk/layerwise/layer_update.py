@@ -16,6 +16,7 @@ from qtk.layerwise.each_matrix import choose_each
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import PresentValues
+from qtk.layerwise.sparsity import Sparsity, with_zeros
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.second_moments import SecondMoments
 
@@ -36,6 +37,7 @@ class LayerUpdate:
         winner: the candidate that was taken.
         signals: sums of the squares of the float output, over all data and over held-out data, where the Gram matrices
             say them: of layers whose statistics are of one path; NaN elsewhere.
+        zeros: share of the weights that were kept at 0 (``qtk.layerwise.sparsity``).
     """
 
     encoding: Encoding
@@ -46,6 +48,7 @@ class LayerUpdate:
     held_out: tuple[float, float] | None = None
     winner: str = ""
     signals: tuple[float, float] = (math.nan, math.nan)
+    zeros: float = 0.0
 
     def written(self, layer: WeightedLayer) -> list[Tensor]:
         """The parameters of ``layer`` that ``write`` overwrites."""
@@ -70,7 +73,7 @@ class LayerUpdate:
 
 def compute_update(
     layer: WeightedLayer, methods: Sequence[LayerwiseMethod], moments: SecondMoments,
-    present: PresentValues | None = None,
+    present: PresentValues | None = None, sparsity: Sparsity | None = None,
 ) -> LayerUpdate:
     """The update of a layer by all methods in order, on the CPU; the layer itself does not change.
 
@@ -79,6 +82,7 @@ def compute_update(
         methods: applied in order.
         moments: statistics of its input.
         present: what to start from in place of the float values.
+        sparsity: the pattern of zeros to choose, where it fits.
 
     Raises: CalibrationError, naming the layer, if a method fails.
     """
@@ -91,6 +95,7 @@ def compute_update(
                     start, weight=start.weight if present.weight is None else present.weight,
                     bias=start.bias if present.bias is None else present.bias, encoding=present.encoding,
                 )
+            start = with_zeros(start, sparsity)
             winner = choose_each(start, methods)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
@@ -99,6 +104,7 @@ def compute_update(
         state.encoding.to(CPU), None if state.weight is float_state.weight else state.weight.to(CPU),
         None if state.bias is float_state.bias or state.bias is None else state.bias.to(CPU),
         winner.before, winner.after, winner.held_out, winner.name, _signals(float_state),
+        0.0 if start.zeros is None else float(start.zeros.float().mean()),
     )
 
 

@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
+from qtk.calls.calls import Call
+from qtk.calls.inputs import input_leaves
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.written_buffers import read_values
 from qtk.torch_private import pytree
 
 Offload: TypeAlias = Literal["none", "cpu", "disk"]
@@ -19,6 +23,13 @@ Offload: TypeAlias = Literal["none", "cpu", "disk"]
 
 Values: TypeAlias = dict[fx.Node, tuple[Any, ...]]
 """Node → its values for one batch, one for each path; the same object where the paths agree."""
+
+
+def start_values(graph: CapturedGraph, call: Call, paths: int) -> Values:
+    """The inputs and states of a call, the same on so many paths."""
+    leaves, inputs = input_leaves(graph.graph, call.args, call.kwargs), graph.graph.find_nodes(op="placeholder")
+    given = {**dict(zip(inputs, leaves, strict=True)), **read_values(graph, call.buffers)}
+    return {node: (value,) * paths for node, value in given.items()}
 
 
 class LiveValues:
@@ -47,9 +58,16 @@ class LiveValues:
 
     def take(self, batch: int) -> Values:
         """Removes and returns the values of a batch, on their device."""
+        values = self.read(batch)
+        self._on_device.pop(batch, None)
+        self._packed.pop(batch, None)
+        return values
+
+    def read(self, batch: int) -> Values:
+        """Returns the values of a batch, on their device, and keeps them."""
         if self.offload == "none":
-            return self._on_device.pop(batch)
-        packed = self._packed.pop(batch)
+            return self._on_device[batch]
+        packed = self._packed[batch]
         return packed.values(packed.tensors if self._folder is None else load_file(self._file(batch)))
 
     def close(self) -> None:

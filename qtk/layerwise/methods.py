@@ -10,6 +10,7 @@ from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.registry import Registry, configured
@@ -52,6 +53,7 @@ METHODS.add("gptq", Gptq())
 METHODS.add("coordinate_descent", CoordinateDescent())
 METHODS.add("adaround", AdaRound())
 METHODS.add("bias_correction", BiasCorrection())
+METHODS.add("reconstruction", Reconstruction())
 
 
 def method(text: str) -> LayerwiseMethod:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from qtk.errors import ArgumentError
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.originals import Start
+from qtk.layerwise.sparsity import Sparsity
 from qtk.layerwise.walk import Inputs
 from qtk.public import public
 
@@ -58,6 +59,10 @@ class LayerwiseOptions:
         calibrate_all_experts: take the statistics of mixtures of experts with every token sent to every expert, not
             to those that the router chooses; costs as many runs of the experts as there are experts for one chosen.
             The outputs of experts, and what follows, stay those of the router's choice.
+        sparsity: ``2:4`` prunes two of four weights along the input axis of every layer first, those with which its
+            output changes least; methods see the mask, as they see the zeros of a weight that is pruned already, which
+            none of them moves (of weights with at least 30 % exact zeros). Layers that it does not fit stay dense, and
+            are listed in the report. ``None``: nothing is pruned.
 
     Raises: ArgumentError if a value is not of its type, or ``holdout`` not in [0, 1).
     """
@@ -70,6 +75,7 @@ class LayerwiseOptions:
     start: Start | None = None
     keep_originals: bool = True
     calibrate_all_experts: bool = False
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:

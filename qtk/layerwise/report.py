@@ -22,6 +22,7 @@ class LayerResult:
         winner: the candidate that was taken: its methods and prior, or ``none``.
         held_out: errors before and after over held-out data; ``None`` if there are none.
         held_out_powers: ``signal`` and ``noise`` over held-out data.
+        zeros: share of the weights that were kept at 0, of a pruned weight or a 2:4 mask.
     """
 
     name: str
@@ -33,6 +34,7 @@ class LayerResult:
     winner: str = ""
     held_out: tuple[float, float] | None = None
     held_out_powers: tuple[float | None, float | None] = (None, None)
+    zeros: float = 0.0
 
     @property
     def sqnr_db(self) -> float | None:
@@ -63,12 +65,13 @@ class LayerResult:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.name}  {self.reason}"
+        kept = f"  {self.zeros:.0%} zeros kept" if self.zeros else ""
         if self.sqnr_db is None:
-            return f"{self.name}  error {self.before:.4g} → {self.after:.4g}"
+            return f"{self.name}  error {self.before:.4g} → {self.after:.4g}{kept}"
         shown = f"{self.name}  {self.sqnr_before_db:.1f} → {self.sqnr_db:.1f} dB"
         if self.held_out_sqnr_before_db is not None:
             shown += f"  held out {self.held_out_sqnr_before_db:.1f} → {self.held_out_sqnr_db:.1f} dB"
-        return f"{shown}  {self.winner}".rstrip()
+        return f"{shown}  {self.winner}".rstrip() + kept
 
 
 @dataclass(frozen=True)
@@ -80,17 +83,20 @@ class LayerwiseReport:
         skipped: the weights left as they are, each with the reason.
         restarted: the layers that an earlier run had changed, and that started from their float weights again.
         pooled: the weights of experts that took the Gram matrix of the rows of all, each with the few rows they met.
+        dense: the weights that no mask was chosen for, though one was asked for, each with the reason.
     """
 
     layers: tuple[LayerResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
     restarted: tuple[str, ...] = ()
     pooled: Mapping[str, str] = field(default_factory=dict)
+    dense: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [str(result) for result in self.layers]
         lines += [f"{name}  left as it is: {reason}" for name, reason in self.skipped.items()]
         lines += [f"{name}  by the Gram matrix of all experts' rows: {text}" for name, text in self.pooled.items()]
+        lines += [f"{name}  dense: {reason}" for name, reason in self.dense.items()]
         if self.restarted:
             lines.append(f"{len(self.restarted)} layers started from their float weights, in place of the result of an "
                          "earlier call")

@@ -21,6 +21,7 @@ from qtk.layerwise.originals import EarlierResults
 from qtk.layerwise.ranks import holdout_of_ranks, sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.sibling_experts import sibling_experts
+from qtk.layerwise.sparsity import dense_layers
 from qtk.layerwise.starved_matrices import StarvedMatrices
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import WeightedLayer
@@ -49,6 +50,8 @@ class LayerwiseRun:
         calls: Sequence[Call], options: LayerwiseOptions, earlier: EarlierResults,
     ) -> None:
         holdout = holdout_of_ranks(options.holdout, options.groups, len(calls))
+        self.dense = dense_layers(layers, options.sparsity)
+        self._sparsity = options.sparsity
         self._methods = methods
         self._layers = layers
         self._device = device_of(model)
@@ -61,9 +64,8 @@ class LayerwiseRun:
         if directory is not None:
             names, settings = [layer.name for layer in layers], {
                 "methods": repr(list(methods)), "inputs": options.inputs, "holdout": repr(holdout),
+                "calibrate_all_experts": str(options.calibrate_all_experts), "sparsity": str(options.sparsity),
             }
-            if options.calibrate_all_experts:
-                settings["calibrate_all_experts"] = "True"
             if (results := earlier.digest(layers)) is not None:
                 settings["results of an earlier run"] = results
             data = [(call.args, call.kwargs, None if call.valid is None else call.valid.masks) for call in calls]
@@ -72,10 +74,10 @@ class LayerwiseRun:
         siblings = sibling_experts(model, layers)
         self._starved = StarvedMatrices(siblings)
         required: dict[WeightedLayer, RequiredStatistics | None] = {
-            layer: None if layer.name in self._finished else _required_statistics(layer, methods, holdout)
+            layer: None if layer.name in self._finished else self._required(layer, holdout)
             for layer in layers
         } | {  # finished too: the others may need the rows of all
-            layer: replace(_required_statistics(layer, methods, holdout), is_added_up=True)
+            layer: replace(self._required(layer, holdout), is_added_up=True)
             for group in siblings for layer in group
         }
         required |= dict.fromkeys(earlier.replayed)
@@ -91,6 +93,10 @@ class LayerwiseRun:
     def pooled(self) -> dict[str, str]:
         """See ``LayerwiseReport``."""
         return self._starved.found
+
+    def _required(self, layer: WeightedLayer, holdout: Holdout | None) -> RequiredStatistics:
+        is_pruned = self._sparsity is not None and layer.name not in self.dense
+        return _required_statistics(layer, self._methods, holdout, is_pruned=is_pruned)
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
@@ -162,7 +168,8 @@ class LayerwiseRun:
         moments = self._starved.pooled(layer.name, moments)
 
         def compute() -> LayerUpdate:
-            update = compute_update(layer, self._methods, moments, self._earlier.present(layer))
+            update = compute_update(layer, self._methods, moments, self._earlier.present(layer),
+                                    self._sparsity)
             if checkpoint is not None:
                 checkpoint.save(layer, update)
             return update
@@ -171,15 +178,18 @@ class LayerwiseRun:
 
 
 def _required_statistics(
-    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], holdout: Holdout | None
+    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], holdout: Holdout | None, *, is_pruned: bool
 ) -> RequiredStatistics:
-    """Statistics that are enough for all methods."""
+    """Statistics that are enough for all methods, and to choose a mask by."""
     encoding = layer.quantizer.encoding
     assert encoding is not None
     scale_index = scale_index_of(layer.weight.shape, encoding, layer.geometry)
     block = columns_per_scale(scale_index)
     is_whole = block == scale_index.shape[-1]
-    required = RequiredStatistics.union([method.required_statistics(None if is_whole else block) for method in methods])
+    required = RequiredStatistics.union([
+        *(method.required_statistics(None if is_whole else block) for method in methods),
+        *([RequiredStatistics()] if is_pruned else []),
+    ])
     is_squared_error = required.gram and not required.sample_rows and not required.difference
     return replace(required, holdout=holdout if is_squared_error else None)  # other losses cannot be judged by it
 
@@ -195,5 +205,5 @@ def _result(name: str, update: tuple[LayerInput, LayerUpdate] | None) -> LayerRe
             held_out_powers = found.signals[1], found.held_out[1]
     return LayerResult(
         name, found.before, found.after, *powers, winner=found.winner, held_out=found.held_out,
-        held_out_powers=held_out_powers,
+        held_out_powers=held_out_powers, zeros=found.zeros,
     )

@@ -21,16 +21,14 @@ import torch
 from torch import Tensor, fx
 
 from qtk.calls.calls import Call
-from qtk.calls.inputs import input_leaves
 from qtk.calls.token_inputs import Unmasked
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.written_buffers import read_values
 from qtk.layerwise.all_experts import Router, routers
 from qtk.layerwise.layer_input import LayerInput
-from qtk.layerwise.live_values import LiveValues, Offload, Values
+from qtk.layerwise.live_values import LiveValues, Offload, Values, start_values
 from qtk.layerwise.named_batch import named_batch
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
@@ -79,7 +77,7 @@ def walk(
     Raises: CalibrationError if an input holds NaN or ±inf, or for ``all_experts`` without a router in one graph.
     """
     quantized = QUANTIZED_PATHS[inputs]
-    if (graph := _only_graph(model, calls)) is not None:
+    if (graph := only_graph(model, calls)) is not None:
         yield from _GraphWalk(graph, calls, required, quantized, offload, holdout, all_experts)
         return
     if all_experts:
@@ -104,7 +102,7 @@ def walk(
         yield LayerInput(layer, nested.moments.get(layer))
 
 
-def _only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph | None:
+def only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph | None:
     """The captured graph that serves all calls; ``None`` for a model of islands, and for calls of several kinds."""
     if not isinstance(model, CapturedGraph):
         return None
@@ -206,7 +204,8 @@ class _GraphWalk:
     @torch.no_grad()
     def _advance(self, batch: int, begin: int, end: int) -> None:
         """Runs the nodes from ``begin`` on up to ``end``, and observes what ``end`` is about to read."""
-        values = self._live.take(batch) if begin else self._start(self._calls[batch])
+        paths, call = len(self._paths.quantized), self._calls[batch]
+        values = self._live.take(batch) if begin else start_values(self._module, call, paths)
         for node in self._nodes[begin:end]:
             if node is not self._nodes[begin]:
                 self._observe(node, values, batch)
@@ -215,11 +214,6 @@ class _GraphWalk:
                 values.pop(freed, None)
         self._observe(self._nodes[end], values, batch)
         self._live.put(batch, values)
-
-    def _start(self, call: Call) -> Values:
-        leaves, inputs = input_leaves(self._graph, call.args, call.kwargs), self._graph.find_nodes(op="placeholder")
-        given = {**dict(zip(inputs, leaves, strict=True)), **read_values(self._module, call.buffers)}
-        return {node: (value,) * len(self._paths.quantized) for node, value in given.items()}
 
     def _run(self, node: fx.Node, values: Values, batch: int) -> None:
         self._paths.run(node, values)

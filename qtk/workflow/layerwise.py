@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn  # noqa: F401  the examples use it
@@ -18,10 +21,12 @@ from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
 from qtk.graph.graphs import meta_of
 from qtk.graph.simulation import HasSimulation, Simulation
+from qtk.layerwise.block_run import BlockRun
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.methods import LayerwiseMethod, method
 from qtk.layerwise.options import DEFAULT, LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults, unchanged_on_error, warn_of_earlier_results
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
@@ -59,7 +64,7 @@ def apply_layerwise(
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse(refine=True)", "gptq(damping=0.05)"], progress=False)
     >>> list(qtk.METHODS)
-    ['seq_mse', 'gptq', 'coordinate_descent', 'adaround', 'bias_correction']
+    ['seq_mse', 'gptq', 'coordinate_descent', 'adaround', 'bias_correction', 'reconstruction']
 
     A loader of (input, label) pairs, of which two batches are enough:
 
@@ -107,8 +112,14 @@ def apply_layerwise(
         raise CalibrationError("no methods to apply; name at least one, e.g. 'seq_mse'")
     if not hasattr(sim, "simulation"):
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
+    *others_first, last = resolved
+    if any(isinstance(each, Reconstruction) for each in others_first):
+        raise CalibrationError("reconstruction learns whole blocks, after all other methods; name it last")
+    if isinstance(last, Reconstruction) and others_first:
+        return _then_reconstruct(sim, data, others_first, last, sites, forward, num_batches, valid, progress, options)
     start, simulation = options.start, sim.simulation
-    goes_on = start == "present" or (start is None and all(each.needs_bias for each in resolved))
+    goes_on = start == "present" or (
+        start is None and all(each.needs_bias or isinstance(each, Reconstruction) for each in resolved))
     if STEPS in meta_of(simulation.model):
         refuse_kept(sim)
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
@@ -132,7 +143,8 @@ def apply_layerwise(
         restarted = () if goes_on else tuple(layer.name for layer in layers if layer in rewound)
         warn_of_earlier_results(restarted if start is None else (), gone)
         earlier = EarlierResults(originals, tuple(layer for layer in others if layer in rewound), goes_on)
-        run = LayerwiseRun(simulation.model, resolved, layers, calls, options, earlier)
+        run = (BlockRun(simulation.model, last, layers, calls, options, earlier) if isinstance(last, Reconstruction)
+               else LayerwiseRun(simulation.model, resolved, layers, calls, options, earlier))
         results = run.finish(progress=progress)
         _warn_of_share(simulation, skipped, [layer.weight for layer in layers])
         reasons = {result.reason for result in results}
@@ -141,7 +153,30 @@ def apply_layerwise(
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
         if options.keep_originals:
             originals.hand_over()
-    return LayerwiseReport(tuple(results), skipped, restarted, run.pooled)
+    return LayerwiseReport(tuple(results), skipped, restarted, run.pooled, run.dense)
+
+
+def _then_reconstruct(
+    sim: HasSimulation, data: Data, methods: Sequence[LayerwiseMethod], last: Reconstruction,
+    sites: Iterable[str] | str | None, forward: Forward | None, num_batches: int | None, valid: Valid | None,
+    progress: bool, options: LayerwiseOptions,
+) -> LayerwiseReport:
+    """Reconstructs blocks from what the other methods make of their layers; both or neither."""
+    data = list(islice(data, num_batches)) if isinstance(data, Iterator) else data
+    layers = weighted_layers(sim.simulation.model, sim.simulation.plan)[0]
+    folder = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+    with unchanged_on_error(layers, on_disk=options.offload == "disk") as originals:
+        originals.keep(*(layer.weight for layer in layers), *(layer.bias for layer in layers))
+        reports = [
+            apply_layerwise(
+                sim, data, own, sites=sites, forward=forward, num_batches=num_batches, valid=valid, progress=progress,
+                options=replace(options, checkpoint_dir=None if folder is None else folder / name, **changes))
+            for own, name, changes in (
+                (methods, "layers", {"keep_originals": True}),
+                ([last], "blocks", {"start": "present", "sparsity": None, "calibrate_all_experts": False}))
+        ]
+    first, second = reports
+    return replace(first, layers=first.layers + second.layers)
 
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:

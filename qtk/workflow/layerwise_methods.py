@@ -15,6 +15,7 @@ from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT, LayerwiseOptions
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.public import public
@@ -179,6 +180,64 @@ def apply_adaround(
     return apply_layerwise(
         sim, data, [AdaRound(iterations, through_activation=through_activation)], sites=sites, forward=forward,
         num_batches=num_batches, valid=valid, progress=progress, options=options)
+
+
+@public
+def apply_reconstruction(
+    sim: HasSimulation, data: Data, *,
+    iterations: int = 200, window: int = 16,
+    sites: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
+    valid: Valid | None = None, progress: bool = True, options: LayerwiseOptions = DEFAULT,
+) -> LayerwiseReport:
+    """Block reconstruction: learns the rounding of a block's weights and the ranges of its activations together.
+
+    BRECQ (Li et al., arXiv 2102.05426) with QDrop (Wei et al., arXiv 2203.05740). A block lies between residual joins
+    of the graph; a recurrent op, with its loop over time, is one. The loss is the relative error of what leaves the
+    blocks and the divergence of the model's output, in nats; values are quantized or not at random. A window changes
+    only if its loss over the samples that are held out falls.
+
+    >>> import qtk
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=3, activation_bits=3)
+    >>> sim.compute_encodings(batches, progress=False)
+
+    It goes on from what an earlier call has left, best from the recommended chain, whose scales it keeps:
+
+    >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse", "coordinate_descent"], progress=False)
+    >>> report = qtk.apply_reconstruction(sim, batches, iterations=20, progress=False)
+    >>> print(report)  # doctest: +ELLIPSIS
+    0.weight … 2.weight  ... → ... dB  held out ... → ... dB  ...
+
+    In one call, whose options are those of both; one block after the other:
+
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=3, activation_bits=3)
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> methods = ["seq_mse", "coordinate_descent", "reconstruction(iterations=20, window=1)"]
+    >>> report = qtk.apply_layerwise(sim, batches, methods, progress=False)
+
+    Args:
+        sim: a calibrated ``QuantSim`` of one graph; weights and ranges of activations change, and the ranges that were
+            learned are frozen. Frozen ones, dynamic ones and those with scales in few bits stay what they are.
+        data: as for ``compute_encodings``; a few hundred samples in several batches: a batch is a step.
+        iterations: steps of Adam for each window.
+        window: blocks that are learned together; of a small net all, of a large one as many as memory takes.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch, as for ``compute_encodings``.
+        num_batches: batches to take of the data; ``None``: all.
+        valid: which tokens count, as for ``compute_encodings``.
+        progress: show a bar.
+        options: how the run goes through the blocks, and what its results are judged by; ``inputs`` is ``asym`` or
+            ``symfp``.
+
+    Returns: error and SQNR of what leaves every window before and after; printable.
+
+    Raises: as ``apply_layerwise``; CalibrationError if the model runs as Python around its graphs, under ``torchrun``,
+        and for options that do not apply.
+    """
+    return apply_layerwise(
+        sim, data, [Reconstruction(iterations, window)], sites=sites, forward=forward, num_batches=num_batches,
+        valid=valid, progress=progress, options=options)
 
 
 @public

@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "options": qtk.LayerwiseOptions(), "progress": False}),
     "LayerwiseOptions": (lambda **k: qtk.apply_gptq(sim(), [X], options=qtk.LayerwiseOptions(**k), progress=False), {
         "inputs": "asym", "offload": "none", "checkpoint_dir": None, "holdout": 0.2, "groups": None, "start": None,
-        "keep_originals": True}),
+        "keep_originals": True, "sparsity": None}),
     "apply_seq_mse": (lambda **k: qtk.apply_seq_mse(sim(), **k), {
         "data": [X], "num_candidates": 3, "refine": False, "joint": False, "exact": False, "loss": "mse",
         "progress": False}),
@@ -81,6 +81,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "data": [X], "damping": 0.1, "act_order": True, "progress": False}),
     "apply_adaround": (lambda **k: qtk.apply_adaround(sim(), **k), {
         "data": [X], "iterations": 3, "through_activation": False, "progress": False}),
+    "apply_reconstruction": (lambda **k: qtk.apply_reconstruction(sim(), **k), {
+        "data": [X], "iterations": 3, "window": 1, "progress": False}),
     "equalize_model": (qtk.equalize_model, {"sim": PREPARED}),
     "block_view": (qtk.block_view, {"sim": PREPARED, "blocks": "0", "checkpoint": False}),
     "fold_batch_norms": (qtk.fold_batch_norms, {"prepared_or_sim": PREPARED}),

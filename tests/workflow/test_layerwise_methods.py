@@ -7,6 +7,7 @@ import torch
 
 import qtk
 from qtk.errors import CalibrationError
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.quantizers.quantizer import Mode
 from tests.layerwise.convolutional_net import lost, problem, state
 
@@ -39,11 +40,13 @@ def test_settings_reach_the_method(monkeypatch):
     qtk.apply_seq_mse(None, [], num_candidates=7, refine=True, exact=True, loss="l1")
     qtk.apply_gptq(None, [], damping=0.5, act_order=False)
     qtk.apply_adaround(None, [], iterations=3, through_activation=True)
+    qtk.apply_reconstruction(None, [], iterations=3, window=2)
     assert [str(method) for method in seen] == [
         "SeqMse(num_candidates=7, refine=True, joint=False, exact=True, loss='l1')",
         "Gptq(damping=0.5, act_order=False, columns_at_once=128)",
         "AdaRound(iterations=3, learning_rate=0.05, regularization=5.0, warm_start=0.2, "
         "through_activation=True)",
+        str(Reconstruction(iterations=3, window=2)),
     ]
 
 
@@ -63,7 +66,8 @@ def test_what_was_found_stays_when_ranges_are_computed_again(method):
 
 
 def test_every_call_has_the_same_keywords():
-    calls = [qtk.apply_layerwise, qtk.apply_seq_mse, qtk.apply_gptq, qtk.apply_adaround, qtk.correct_bias]
+    calls = [qtk.apply_layerwise, qtk.apply_seq_mse, qtk.apply_gptq, qtk.apply_adaround, qtk.correct_bias,
+             qtk.apply_reconstruction]
     keywords = [
         {name: (each.default, each.annotation) for name, each in inspect.signature(call).parameters.items()}
         for call in calls
@@ -75,13 +79,13 @@ def test_every_call_has_the_same_keywords():
         assert all(own[name] == keywords[0][name] for name in common)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS | {"reconstruction": qtk.apply_reconstruction})
 def test_keywords_reach_the_run(method, monkeypatch):
     seen = []
     monkeypatch.setattr("qtk.workflow.layerwise_methods.apply_layerwise", lambda *args, **given: seen.append(given))
     given = {"sites": "*", "forward": print, "num_batches": 3, "valid": "mask", "progress": False,
              "options": qtk.LayerwiseOptions(holdout=0.5)}
-    METHODS[method](None, [], **given)
+    METHODS.get(method, qtk.apply_reconstruction)(None, [], **given)
     assert seen == [given]
     assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
 

@@ -1,0 +1,23 @@
+import torch
+
+from qtk.layerwise.block_errors import BlockErrors, divergence
+
+
+def test_the_loss_is_the_relative_error_and_the_mean_divergence_of_a_row():
+    errors, value = BlockErrors(), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    errors.add_value(value + 0.5, value, 0.1)
+    errors.add(BlockErrors(torch.zeros(()), 0.0, torch.tensor(0.6), 3))
+    torch.testing.assert_close(errors.loss(2.0), torch.tensor(4 * 0.25 / 30 + 2 * 0.6 / 3))
+    torch.testing.assert_close(errors.loss(0.0), torch.tensor(4 * 0.25 / 30))
+    assert BlockErrors().loss(1.0) == 0
+
+
+def test_scores_diverge_by_rows_and_other_outputs_by_their_relative_error():
+    own, wanted = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    p, q = wanted.softmax(-1), own.softmax(-1)
+    found, rows = divergence(own, wanted)
+    torch.testing.assert_close(found.double(), (p * (p / q).log()).sum(), rtol=1e-5, atol=1e-6)
+    assert rows == 6
+    found, rows = divergence(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+    torch.testing.assert_close(found / rows, torch.tensor(4 / 17))
+    assert divergence(torch.zeros(0, 3), torch.zeros(0, 3)) == (0, 0)

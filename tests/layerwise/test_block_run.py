@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError
+from qtk.layerwise import block_run
+
+CHAIN = ["seq_mse", "gptq"]
+FEW = "reconstruction(iterations=12, window=1, learning_rate=0.1, range_learning_rate=0.02)"
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x + self.inner(x.relu()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.last = nn.GRU(8, 12, batch_first=True), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gru(x)[0][:, -1])
+
+
+def data(*shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randn(4, 40, *shape, generator=generator))
+
+
+def simulated(model: type[nn.Module] = Residual, *shape: int, **given: object) -> tuple[qtk.QuantSim, nn.Module, list]:
+    torch.manual_seed(0)
+    net, batches = model().eval(), data(*shape or (8,))
+    sim = qtk.QuantSim(net, batches[0], **{"weight_bits": 3, "activation_bits": 3} | given)
+    sim.compute_encodings(batches, progress=False)
+    return sim, net, batches
+
+
+def state_of(sim: qtk.QuantSim) -> dict:
+    found = {name: value.clone() for name, value in sim.model.state_dict().items()}
+    return found | {name: torch.tensor([each.frozen, each.learns_range]) for name, each in sim.quantizers.items()}
+
+
+def are_equal(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("model", "shape"), [(Residual, (8,)), (Recurrent, (5, 8))])
+def test_the_error_of_held_out_samples_falls_and_unseen_outputs_come_closer(model, shape):
+    sim, net, batches = simulated(model, *shape)
+    unseen = torch.randn(400, *shape, generator=torch.Generator().manual_seed(1))
+    qtk.apply_layerwise(sim, batches, CHAIN, progress=False)
+    lost = [float((sim.model(unseen) - net(unseen)).detach().square().sum())]
+    report = qtk.apply_layerwise(sim, batches, FEW.replace("12", "60"), progress=False)
+    lost.append(float((sim.model(unseen) - net(unseen)).detach().square().sum()))
+    assert lost[1] < lost[0]
+    assert any("Reconstruction, loss" in layer.winner for layer in report.layers)
+    for name, quantizer in sim.quantizers.items():
+        assert not quantizer.learns_range
+        if name in dict(sim.model.named_parameters()):
+            weight = sim.model.get_parameter(name)
+            assert torch.equal(quantizer(weight), weight)  # on the grid
+
+
+@pytest.mark.medium
+def test_a_chain_in_one_call_is_the_same_as_two_calls_and_keeps_zeros():
+    sims = [simulated()[0] for _ in range(2)]
+    for sim in sims:
+        with torch.no_grad():
+            sim.model.get_parameter("inner.weight").view(16, 4, 4)[..., :2] = 0
+    batches, chain = data(8), [*CHAIN, FEW]
+    qtk.apply_layerwise(sims[0], iter(batches), chain, progress=False)
+    qtk.apply_layerwise(sims[1], batches, CHAIN, progress=False)
+    qtk.apply_layerwise(sims[1], batches, FEW, progress=False)
+    assert are_equal(state_of(sims[0]), state_of(sims[1]))
+    assert not sims[0].model.get_parameter("inner.weight").view(16, 4, 4)[..., :2].any()
+
+
+@pytest.mark.medium
+def test_a_killed_run_resumes_with_the_same_result_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    sim, _, batches = simulated()
+    whole = qtk.apply_layerwise(sim, batches, FEW, progress=False)
+    options = qtk.LayerwiseOptions(checkpoint_dir=tmp_path)
+    again, killed, learn = simulated()[0], state_of(simulated()[0]), block_run.BlockRun._descend
+    windows = []
+
+    def second_fails(self, window, *given):
+        windows.append(window.name)
+        if len(windows) == 2:
+            learn(self, window, *given)
+            raise KeyboardInterrupt
+        learn(self, window, *given)
+
+    monkeypatch.setattr(block_run.BlockRun, "_descend", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        qtk.apply_layerwise(again, batches, FEW, options=options, progress=False)
+    assert are_equal(state_of(again), killed)
+    resumed = qtk.apply_layerwise(again, batches, FEW, options=options, progress=False)
+    assert windows[2:] == ["inner.weight", "last.weight"]
+    assert are_equal(state_of(again), state_of(sim))
+    assert str(resumed) == str(whole)
+
+
+@pytest.mark.medium
+def test_what_does_not_help_is_undone():
+    sim, _, batches = simulated()
+    qtk.apply_layerwise(sim, batches, CHAIN, progress=False)
+    before = state_of(sim)
+    wild = "reconstruction(iterations=1, window=1, learning_rate=50, range_learning_rate=0.9)"
+    report = qtk.apply_layerwise(sim, batches, wild, progress=False)
+    assert [layer.winner for layer in report.layers] == ["none"] * 3
+    assert are_equal(state_of(sim), before)
+
+
+def test_what_cannot_be_reconstructed_is_refused():
+    sim, _, batches = simulated()
+    for methods, options, message in (
+        (["reconstruction", "gptq"], {}, "name it last"),
+        (["reconstruction"], {"inputs": "symqt"}, "asym"),
+        (["reconstruction"], {"sparsity": "2:4"}, "a method before it chooses the mask"),
+    ):
+        with pytest.raises(CalibrationError, match=message):
+            qtk.apply_layerwise(sim, batches, methods, options=qtk.LayerwiseOptions(**options), progress=False)
