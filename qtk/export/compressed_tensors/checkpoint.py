@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtk.errors import ExportError
@@ -27,7 +23,6 @@ from qtk.graph.insert import QUANTIZERS
 from qtk.graph.parameter_readers import memory_of
 from qtk.numerics.codes import codes_of, values_of
 
-STATE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SCALES = ("weight_scale", "input_scale")
 
 
@@ -152,33 +147,6 @@ def other_tensors(model: nn.Module, layers: Mapping[str, QuantizedLayer]) -> dic
         view = tensor.storage_offset(), tensor.shape, tensor.stride()
         views = held.setdefault(memory_of(tensor), set())
         if name not in layers and (view not in views or not tensor.numel()):  # a tied tensor is stored once
-            tensors[name] = tensor.clone() if views else tensor.contiguous()
+            tensors[name] = tensor
         views.add(view)
     return tensors
-
-
-def write(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Writes shards of at most 5 GB, with an index if there are several.
-
-    Raises: ExportError if a file cannot be written.
-    """
-    from huggingface_hub import split_torch_state_dict_into_shards  # which transformers needs too
-
-    split = split_torch_state_dict_into_shards(tensors)
-    try:
-        for file, names in split.filename_to_tensors.items():
-            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, among others
-        raise ExportError(f"cannot write {folder}: {error}") from error
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all shards. Raises: OSError, SafetensorError or ValueError for files that are none."""
-    if not (folder / INDEX_FILE).is_file():
-        return load_file(folder / STATE_FILE)
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    return {name: tensor for file in dict.fromkeys(index["weight_map"].values())
-            for name, tensor in load_file(folder / file).items()}

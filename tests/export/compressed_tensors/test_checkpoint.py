@@ -1,6 +1,4 @@
-"""Tensors of checkpoints: shards, tied tensors."""
-
-import json
+"""Tensors of checkpoints: tied tensors."""
 
 import pytest
 import torch
@@ -10,20 +8,6 @@ from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint
 from qtk.export.compressed_tensors.layers import layers_of
 from tests.export.compressed_tensors.models import simulated
-
-
-@pytest.mark.medium
-def test_shards_have_an_index(tmp_path, monkeypatch):
-    hub = pytest.importorskip("huggingface_hub")
-    original = hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(hub, "split_torch_state_dict_into_shards", lambda state: original(state, max_shard_size=100))
-    tensors = {name: torch.randn(5, 4) for name in "abc"}
-    checkpoint.write(tensors, tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {"a", "b", "c"}
-    assert len(set(index["weight_map"].values())) == 3
-    found = checkpoint.read(tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 class Tied(nn.Module):
