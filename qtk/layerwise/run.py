@@ -27,6 +27,7 @@ from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.nn.device import device_of
+from qtk.nn.mapped_weights import is_mapped
 from qtk.observers.ranks import from_first
 
 
@@ -165,6 +166,8 @@ class LayerwiseRun:
             update = compute_update(layer, self._methods, moments, self._earlier.present(layer))
             if checkpoint is not None:
                 checkpoint.save(layer, update)
+                if is_mapped(layer.weight):  # then the file of the layer is its memory
+                    update = checkpoint.load(layer)
             return update
 
         return from_first(compute)

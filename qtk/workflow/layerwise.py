@@ -26,6 +26,7 @@ from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.mapped_weights import bounded
 from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
@@ -111,7 +112,8 @@ def apply_layerwise(
     goes_on = start == "present" or (start is None and all(each.needs_bias for each in resolved))
     if STEPS in meta_of(simulation.model):
         refuse_kept(sim)
-    contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
+    contexts = (TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model),
+                bounded(simulation.model))
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
@@ -62,7 +63,7 @@ class ReadLayer:
     scale_tolerance: float = 0.0
 
 
-def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> None:
+def export(model: nn.Module, folder: Path, tokenizer: object | None = None, *, progress: bool = False) -> None:
     """Writes a simulated model of which linear layers alone are quantized.
 
     Warns where scales are rounded to the dtype of the model, and of what servers or transformers do not load.
@@ -85,7 +86,7 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> N
     divisors, stored, shards = layers.global_scales(), list[StoredLayer](), Shards(folder)
     for name, tensor in tensors.items():
         shards.add(name, tensor)
-    for name, layer in layers.quantized.items():
+    for name, layer in tqdm(layers.quantized.items(), "writing", unit="layer", leave=False, disable=not progress):
         for each in checkpoint.stored_layers(layer, original, divisors.get(name)):
             for end, tensor in each.tensors.items():
                 shards.add(f"{each.path}.{end}".lstrip("."), tensor)
@@ -149,7 +150,7 @@ def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
                                         if name.rpartition(".")[2] in NAMES}
 
 
-def compare_with_simulation(folder: Path, model: nn.Module) -> None:
+def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = False) -> None:
     """Reads the files back and compares schemes, codes, scales and zero points with the simulation.
 
     The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
@@ -160,7 +161,8 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
     original, layers = Original.of(model), layers_of(model)
     with _layers(folder) as found:
         left = dict(found)
-        for layer in layers.quantized.values():
+        own_layers = layers.quantized.values()
+        for layer in tqdm(own_layers, "reading back", unit="layer", leave=False, disable=not progress):
             for path, expected in _simulated(layer, original).items():
                 if path not in left:
                     raise ExportError(f"{path} is in the simulation alone")
