@@ -1,4 +1,4 @@
-"""``quantize_checkpoint``: a folder of safetensors becomes one that servers load, with few layers in memory at a time."""
+"""Quantizes a folder of safetensors into one that servers load, with few layers in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights whose memory is a range of a file: read where they are used, and dropped from memory again.
 
-``safetensors``, and ``from_pretrained`` of transformers by it, map their files: the system reads a page of a weight when
+``safetensors``, and ``from_pretrained`` of transformers by it, map files: the system reads a page of a weight when
 something reads the weight. A page that nobody has written can be dropped at any time, and is read again from the file.
 A weight that is written gets memory of its own, page by page, and never reaches the file; ``rewrite`` puts new values
 into another file instead. All this needs Linux; elsewhere no weight counts as mapped.

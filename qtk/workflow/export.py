@@ -361,13 +361,14 @@ def _compressed_tensors(
     simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
+    from qtk.export.compressed_tensors.shards import STATE_FILE
 
     changes = op_changes(simulation.model)
     if changes:
         raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and who loads a "
                           "compressed-tensors file runs the original's; make the simulation without it")
     checkpoint.export(simulation.model, folder, tokenizer)
-    with _read_back(folder / checkpoint.STATE_FILE):
+    with _read_back(folder / STATE_FILE):
         checkpoint.compare_with_simulation(folder, simulation.model)
 
 

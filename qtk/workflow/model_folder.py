@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -84,13 +83,12 @@ def _built(folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
              if (known := [name for name in names if name in tensors])}  # a tied tensor has one of its names
     _refuse_lost(folder, [names[0] for tensor, names in own.items()
                           if tensor not in found or found[tensor].shape != tensor.shape])
+    made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                value = found[parameter]
-                found[parameter] = value if isinstance(value, nn.Parameter) else nn.Parameter(
-                    value, requires_grad=parameter.requires_grad and value.is_floating_point())
-                module._parameters[name] = found[parameter]
+                module._parameters[name] = made.setdefault(parameter, nn.Parameter(
+                    found[parameter], requires_grad=parameter.requires_grad and found[parameter].is_floating_point()))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer in found:
                 module._buffers[name] = found[buffer]
@@ -106,7 +104,7 @@ def _without_weights() -> Iterator[None]:
         is_real = isinstance(param, nn.Parameter) and not param.is_meta
         register(module, name, nn.Parameter(param.to("meta"), param.requires_grad) if is_real else param)  # type: ignore[union-attr]
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -29,7 +29,9 @@ def model(tmp_path):
 
 
 def test_weights_are_dropped_while_a_model_runs_and_read_again(model):
-    assert has_mapped(model) and is_mapped(model[0].weight) and not is_mapped(torch.ones(3))
+    assert has_mapped(model)
+    assert is_mapped(model[0].weight)
+    assert not is_mapped(torch.ones(3))
     x, least = torch.randn(2, 512), resident_files()
     expected, most = model(x), []
     assert resident_files() - least > 7 * MEGABYTE
@@ -54,25 +56,30 @@ def test_what_was_written_before_or_inside_stays(model):
             model[3].weight.data = torch.full((512, 512), 9.0)
             for _ in range(3):
                 model(torch.ones(1, 512))
-    assert model[0].weight[3, 5] == 7 and model[1].weight[0, 0] == 8 and bool((model[3].weight == 9).all())
+    assert model[0].weight[3, 5] == 7
+    assert model[1].weight[0, 0] == 8
+    assert bool((model[3].weight == 9).all())
     assert torch.equal(model[2].weight, expected)
 
 
 def test_a_rewritten_weight_is_in_a_file_again_and_the_old_one_unchanged(model, tmp_path):
     before, held = model[0].weight.clone(), model[0].weight.detach()
     rewrite(model[0].weight, before * 2)
-    assert is_mapped(model[0].weight) and torch.equal(model[0].weight, before * 2) and torch.equal(held, before)
+    assert is_mapped(model[0].weight)
+    assert torch.equal(model[0].weight, before * 2)
+    assert torch.equal(held, before)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], before)
     rewrite(model[0].weight, held)
     assert model[0].weight.data_ptr() == held.data_ptr()
     plain = nn.Parameter(torch.zeros(3))
     address = plain.data_ptr()
     rewrite(plain, torch.ones(3))
-    assert plain.data_ptr() == address and bool((plain == 1).all())
+    assert plain.data_ptr() == address
+    assert bool((plain == 1).all())
 
 
 def test_without_proc_nothing_is_mapped(model, monkeypatch):
-    monkeypatch.setattr(mapped_weights, "_file_ranges", lambda: [])
+    monkeypatch.setattr(mapped_weights, "_file_ranges", list)
     assert not has_mapped(model)
     with bounded(model, limit_bytes=1):
         model(torch.ones(1, 512))
@@ -93,7 +100,8 @@ def test_layerwise_methods_give_the_bits_of_a_model_in_memory(model, tmp_path):
     memory, mapped = (sim.model.state_dict() for sim in sims)
     assert all(torch.equal(mapped[name], each) for name, each in memory.items())
     weight, held = model[0].weight, load_file(tmp_path / "model.safetensors")["0.weight"]
-    assert is_mapped(weight) and not torch.equal(weight, held)
+    assert is_mapped(weight)
+    assert not torch.equal(weight, held)
     with pytest.raises(qtk.QtkError, match="NaN"):  # and the float weights were there again meanwhile
         qtk.apply_gptq(sims[1], [x[0], x[1] * float("nan")], sites="0.weight", progress=False,
                        options=qtk.LayerwiseOptions(start="float"))

@@ -29,7 +29,7 @@ from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
-from qtk.export.compressed_tensors.shards import STATE_FILE, Shards, opened
+from qtk.export.compressed_tensors.shards import Shards, opened
 from qtk.numerics.codes import codes_of, values_of
 
 CONFIG_FILE = config.CONFIG_FILE

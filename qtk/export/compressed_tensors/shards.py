@@ -62,7 +62,7 @@ class Shards:
         if len(self._files) == 1:
             self._files[0][0].rename(self._folder / STATE_FILE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, 1):
             file = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
             path.rename(self._folder / file)
@@ -110,4 +110,4 @@ def opened(folder: Path) -> Iterator[dict[str, Callable[[], Tensor]]]:
         files = list(dict.fromkeys(index["weight_map"].values()))
     readers = [safe_open(folder / file, framework="pt") for file in files]
     yield {name: lambda name=name, reader=reader: reader.get_tensor(name)  # type: ignore[misc]
-           for reader in readers for name in reader.keys()}  # noqa: SIM118
+           for reader in readers for name in list(reader.keys())}  # type: ignore[no-untyped-call]

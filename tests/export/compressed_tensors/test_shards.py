@@ -30,7 +30,8 @@ def same(found, tensor):
 def test_one_file_holds_all_tensors_aligned(tmp_path):
     assert written(tmp_path) == ["model.safetensors"]
     found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == TENSORS.keys() and all(same(found[name], each) for name, each in TENSORS.items())
+    assert found.keys() == TENSORS.keys()
+    assert all(same(found[name], each) for name, each in TENSORS.items())
     raw = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert length % 8 == 0
@@ -54,4 +55,5 @@ def test_several_files_have_an_index_and_are_split_as_by_hugging_face(tmp_path, 
 
 
 def test_no_tensor_is_a_file_too(tmp_path):
-    assert written(tmp_path, {}) == ["model.safetensors"] and load_file(tmp_path / "model.safetensors") == {}
+    assert written(tmp_path, {}) == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors") == {}
