@@ -96,7 +96,7 @@ def quantize(
         return
     with _session(None if recipe is None else Path(recipe), show_traceback=show_traceback) as (loaded, console):
         if config is not None or method or data is not None or num_batches is not None:
-            raise ConfigError("--config, --method, --data and --num-batches go with hf:FOLDER; a recipe has keys for them")
+            raise ConfigError("--config, --method, --data and --num-batches go with hf:FOLDER; a recipe has its keys")
         directory = output or Path(loaded.output)
         summary = running.quantize(loaded, directory, force=force, console=progress)
         console.print(summary.table().rich())

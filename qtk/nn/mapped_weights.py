@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -35,8 +36,9 @@ OF_FILE = 1 << 61
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is a private range of a file."""
-    return tensor.device.type == "cpu" and tensor.numel() > 0 and _is_inside(tensor, _file_ranges())
+    """Whether the memory of a tensor, of at least a page, is a private range of a file."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    return tensor.device.type == "cpu" and size_bytes >= PAGE and _is_inside(tensor, _file_ranges())
 
 
 def has_mapped(model: nn.Module) -> bool:
@@ -48,15 +50,17 @@ def has_mapped(model: nn.Module) -> bool:
 def rewrite(parameter: Tensor, value: Tensor) -> None:
     """Changes ``parameter``: a mapped one gets the memory of a mapped ``value``, else of a new file, any other a copy.
 
-    What it held before is unchanged in its file. The new file has no name, and ends with the tensors in it.
-
-    Raises: OSError if the file cannot be written.
+    What it held before is unchanged in its file. The new file has no name, lies where ``TMPDIR`` says, and ends with
+    the tensors in it; where it cannot be written, the value is in memory.
     """
     if not isinstance(parameter, nn.Parameter) or not is_mapped(parameter):
         parameter.copy_(value)
         return
     value, before = value.detach().to(parameter), parameter.detach()
-    parameter.data = value if is_mapped(value) else _in_file(value)
+    try:
+        parameter.data = value if is_mapped(value) else _in_file(value)
+    except (OSError, SafetensorError):
+        parameter.data = value.clone()
     if not _has_written_pages(before):
         _drop([_range(before)])
 

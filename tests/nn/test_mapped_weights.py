@@ -1,5 +1,7 @@
 """Mapped weights: what is in memory, what is dropped, and that nothing that was written is lost."""
 
+import tempfile
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -62,7 +64,7 @@ def test_what_was_written_before_or_inside_stays(model):
     assert torch.equal(model[2].weight, expected)
 
 
-def test_a_rewritten_weight_is_in_a_file_again_and_the_old_one_unchanged(model, tmp_path):
+def test_a_rewritten_weight_is_in_a_file_again_and_the_old_one_unchanged(model, tmp_path, monkeypatch):
     before, held = model[0].weight.clone(), model[0].weight.detach()
     rewrite(model[0].weight, before * 2)
     assert is_mapped(model[0].weight)
@@ -71,6 +73,10 @@ def test_a_rewritten_weight_is_in_a_file_again_and_the_old_one_unchanged(model, 
     assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], before)
     rewrite(model[0].weight, held)
     assert model[0].weight.data_ptr() == held.data_ptr()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    rewrite(model[0].weight, before * 3)
+    assert torch.equal(model[0].weight, before * 3)
+    assert torch.equal(held, before)
     plain = nn.Parameter(torch.zeros(3))
     address = plain.data_ptr()
     rewrite(plain, torch.ones(3))
