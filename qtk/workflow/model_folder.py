@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,10 +30,12 @@ def model_of_folder(folder: Path, build: Callable[[], nn.Module] | None = None) 
 
     Raises: ConfigError if the folder or a package is missing, or the weights do not fit.
     """
-    if build is None and not (folder / "config.json").is_file():
+    if build is not None and not callable(build):
+        raise ConfigError(f"model: a {type(build).__name__} makes no model; give a class or function without arguments")
+    if build is None and not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"{str(folder)!r} is no folder with a config.json; give one that "
                           "model.save_pretrained(folder) wrote, nothing is downloaded")
-    if not any(folder.glob("*.safetensors")):
+    if not os.path.isdir(folder) or not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder}: holds no *.safetensors, and other files of weights may run code when loaded; "
                           "write it with model.save_pretrained(folder)")
     return (_of_transformers(folder) if build is None else _built(folder, build)).eval()
@@ -71,6 +74,8 @@ def _of_transformers(folder: Path) -> nn.Module:
 def _built(folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
     with _without_weights():
         model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: returned a {type(model).__name__}; it must return an nn.Module")
     try:
         tensors = {name: tensor for file in sorted(folder.glob("*.safetensors"))
                    for name, tensor in load_file(file).items()}

@@ -64,6 +64,15 @@ def test_what_is_missing_or_of_another_shape_is_named(folder):
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+@pytest.mark.parametrize(("name", "model", "message"), [
+    ("a" * 300, Net, r"holds no \*\.safetensors"), ("a" * 300, None, r"no folder with a config\.json"),
+    ("", lambda: 3, "returned a int; it must return an nn.Module"), ("", 3, "a int makes no model"),
+])
+def test_what_is_no_folder_and_no_model_is_an_error(folder, name, model, message):
+    with pytest.raises(ConfigError, match=message):
+        qtk.QuantSim.from_checkpoint(folder[0] / name, torch.randn(3, 16), model=model)
+
+
 def test_files_of_a_tokenizer_lie_beside(folder):
     path, _ = folder
     for name in ("tokenizer.json", "merges.txt", "config.json", "pytorch_model.bin"):
