@@ -123,7 +123,7 @@ def test_the_command_says_what_goes_together(source):
     assert "go with hf:FOLDER" in error("--config", "vllm_w4a16")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_command_quantizes_a_folder_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1,

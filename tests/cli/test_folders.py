@@ -25,6 +25,7 @@ def test_the_target_is_named_after_folder_and_config(monkeypatch):
     assert options["data"] is None
 
 
+@pytest.mark.medium
 def test_data_can_be_read_again_without_labels(monkeypatch):
     _, options = run(monkeypatch, methods=("gptq",), data="qtk.demo.digits:calibration_batches", num_batches=2)
     assert [len(list(options["data"])) for _ in range(2)] == [2, 2]

@@ -34,6 +34,7 @@ def folder(tmp_path):
     return tmp_path, net
 
 
+@pytest.mark.medium
 def test_weights_are_those_of_the_files_and_stay_in_them(folder):
     path, net = folder
     model, x = model_of_folder(path, Net), torch.randn(3, 16)
