@@ -15,7 +15,7 @@ import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def rewrite(parameter: Tensor, value: Tensor) -> None:
         parameter.data = value.clone()
     if not _has_written_pages(before):
         _drop([_range(before)])
+    _return_free()
 
 
 def _in_file(value: Tensor) -> Tensor:
@@ -144,6 +145,13 @@ class _Pages:
                        and each.tensor._version == each.version]
         self._known += _unwritten(moved) if moved else []
         _drop(_range(each.tensor) for each in self._known)
+        _return_free()
+
+
+def _return_free() -> None:
+    """Gives memory that is free inside the heap back to the system: glibc keeps what lies below anything in use."""
+    with suppress(AttributeError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _unwritten(tensors: Iterable[Tensor]) -> list[_Unwritten]:
