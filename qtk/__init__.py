@@ -69,6 +69,7 @@ __all__ = [
     "perplexity",
     "prepare_model",
     "quantize",
+    "quantize_checkpoint",
     "reestimate_batch_norms",
     "round_scales",
 ]
@@ -100,6 +101,7 @@ _MODULE_OF = {
     "fold_batch_norms": "qtk.workflow.fold_batch_norms",
     "perplexity": "qtk.analysis.perplexity",
     "quantize": "qtk.auto.quantize",
+    "quantize_checkpoint": "qtk.auto.quantize_checkpoint",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
     "round_scales": "qtk.workflow.round_scales",
 }
@@ -113,6 +115,7 @@ if TYPE_CHECKING:
     from qtk.auto.assign_bits import assign_bits
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
+    from qtk.auto.quantize_checkpoint import quantize_checkpoint
     from qtk.layerwise.methods import METHODS
     from qtk.layerwise.options import LayerwiseOptions
     from qtk.report.divergence import Divergence

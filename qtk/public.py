@@ -35,7 +35,7 @@ MARK = "__qtk_public__"
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydantic", "pydantic_core", "yaml", "tqdm",
              "triton", "sympy", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer",
-             "compressed_tensors", "transformers", "huggingface_hub", "gguf"}
+             "compressed_tensors", "transformers", "gguf"}
 """Packages that qtk calls; an error in them is of who called them."""
 
 MODEL_CODE: set[types.CodeType] = set()

@@ -26,7 +26,7 @@ from qtk.graph.simulation import Simulation
 from qtk.public import Settled, public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.account import Account
-from qtk.workflow.prepare import ExampleInputs
+from qtk.workflow.prepare import ExampleInputs, prepare_model
 
 if TYPE_CHECKING:
     from qtk.report.drift import Drift
@@ -94,6 +94,23 @@ class QuantSim(Settled):
         self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
         self._simulation = simulate(self, model, in_place=in_place, variants=variants, states=states)
 
+    @classmethod
+    def from_checkpoint(
+        cls, folder: str | os.PathLike[str], example_inputs: ExampleInputs, *,
+        model: Callable[[], nn.Module] | None = None, scheme: str = "min_max", weight_bits: Width = FROM_CONFIG,
+        activation_bits: Width = FROM_CONFIG, config: str | Path | Mapping[str, object] | QuantConfig = "default",
+        dynamic_shapes: DynamicShapes = "batch", verify: bool = True,
+    ) -> QuantSim:
+        """Makes the simulation of a folder of safetensors, whose weights stay in it: ``qtk.workflow.model_folder``."""
+        from qtk.workflow.model_folder import model_of_folder
+
+        prepared = prepare_model(model_of_folder(Path(folder), model), example_inputs, dynamic_shapes=dynamic_shapes,
+                                 verify=verify)
+        sim = cls(prepared, example_inputs, scheme=scheme, weight_bits=weight_bits, activation_bits=activation_bits,
+                  config=config, in_place=True)
+        vars(sim).update(dynamic_shapes=dynamic_shapes)
+        return sim
+
     @property
     def simulation(self) -> Simulation:
         """Model, plan and quantizers as they are now; only qtk's own functions set them."""
@@ -137,7 +154,7 @@ class QuantSim(Settled):
         forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
         valid: Valid | None = None, reset: Reset | None = None,
     ) -> None:
-        """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
+        """Computes every encoding that is not frozen, of weights and from data: ``qtk.workflow.compute_encodings``.
 
         >>> import qtk, torch
         >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
@@ -154,8 +171,6 @@ class QuantSim(Settled):
             progress: show a bar.
             valid: which tokens count, e.g. those of an input, ``"attention_mask"``; ``None``: all.
             reset: where a sequence begins, of a model with states: short for ``qtk.Sequences(data, reset=reset)``.
-
-        In full, with errors and examples: ``qtk.workflow.compute_encodings``.
         """
         from qtk.calibration.calibrate import CalibrationData
         from qtk.workflow.compute_encodings import compute_encodings
@@ -172,12 +187,7 @@ class QuantSim(Settled):
         check(self._simulation)
 
     def set_range(self, sites: str, low: float, high: float) -> None:
-        """Sets the range of a site, or of all that match a glob, and freezes it: ``qtk.workflow.ranges``.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.ReLU(), torch.randn(8, 4))
-        >>> sim.set_range("relu:out", 0.0, 6.0)
-        """
+        """Sets the range of a site, or of all that match a glob, and freezes it: ``qtk.workflow.ranges``."""
         from qtk.workflow.ranges import set_range
 
         set_range(self.simulation, sites, low, high)
@@ -228,14 +238,7 @@ class QuantSim(Settled):
     def learn_ranges(
         self, sites: Iterable[str] | str = "*", *, gradient_scale: Literal["lsq"] | None = "lsq"
     ) -> list[str]:
-        """Makes ranges trainable, to be trained with the weights: ``qtk.training.learned_ranges``.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
-        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
-        >>> sim.learn_ranges()
-        ['input:input', 'weight', 'linear:out']
-        """
+        """Makes ranges trainable, to be trained with the weights: ``qtk.training.learned_ranges``."""
         from qtk.training.learned_ranges import learn_ranges
 
         return learn_ranges(self.simulation, sites, gradient_scale)

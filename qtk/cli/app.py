@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from qtk.cli import compare as comparison
+from qtk.cli import folders
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import targets as targeting
@@ -26,6 +27,9 @@ from qtk.errors import ConfigError, QtkError
 from qtk.report.summary import Summary
 
 EMBEDDED = "digits"
+FOLDER = "hf:"
+"""How the argument begins that is a folder of weights, not a recipe."""
+
 LEFT_OUT = "Left out: what the config says, else 8."
 
 app = typer.Typer(
@@ -36,6 +40,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+FolderOrRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE.yaml | hf:FOLDER", help="What to run; without it: the embedded digits. Of a folder "
+                                                           "the weights are quantized, file to file."),
+]
 RecipeFile = Annotated[
     Path | None,
     typer.Argument(metavar="RECIPE.yaml", help="What to run; without it: the embedded digits."),
@@ -67,13 +76,29 @@ def versions(
 
 @app.command()
 def quantize(
-    recipe: RecipeFile = None, output: Output = None, force: Force = False, quiet: Quiet = False,
-    show_traceback: Traceback = False,
+    recipe: FolderOrRecipe = None, output: Output = None,
+    config: Annotated[str | None, typer.Option(help="Of hf:FOLDER: a target of weights alone, or a file; left out: "
+                                                    "vllm_w4a16.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Of hf:FOLDER: gptq or another layer-wise method. "
+                                                          "Repeatable; left out: weights are rounded.")] = None,
+    data: Annotated[str | None, typer.Option(help="Of methods: module:callable that returns batches (inputs, label).")
+                    ] = None,
+    num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
+    force: Force = False, quiet: Quiet = False, show_traceback: Traceback = False,
 ) -> None:
-    """Run a recipe: quantize, measure, export, and measure the exported files."""
-    with _session(recipe, show_traceback=show_traceback) as (loaded, console):
+    """Run a recipe: quantize, measure, export, and measure the exported files. Or quantize a folder of weights."""
+    progress = progress_console(quiet=quiet)
+    if recipe is not None and recipe.startswith(FOLDER):
+        with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
+            folders.quantize_folder(recipe.removeprefix(FOLDER), output, results_console(), config=config,
+                                    methods=method or (), data=data, num_batches=num_batches, force=force,
+                                    progress=shows_bars(progress))
+        return
+    with _session(None if recipe is None else Path(recipe), show_traceback=show_traceback) as (loaded, console):
+        if config is not None or method or data is not None or num_batches is not None:
+            raise ConfigError("--config, --method, --data and --num-batches go with hf:FOLDER; a recipe has its keys")
         directory = output or Path(loaded.output)
-        summary = running.quantize(loaded, directory, force=force, console=progress_console(quiet=quiet))
+        summary = running.quantize(loaded, directory, force=force, console=progress)
         console.print(summary.table().rich())
         if runtimes := summary.runtimes():
             console.print(runtimes, markup=False, highlight=False)

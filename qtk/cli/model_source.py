@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qtk.cli.imported import called
-from qtk.errors import OUT_OF_MEMORY, ConfigError, first_line
+from qtk.errors import ConfigError, first_line
 from qtk.registry import closest, nearest
+from qtk.workflow.model_folder import model_of_folder
 
 PRETRAINED = "pretrained"
 """The value of ``weights`` that asks for the weights the library downloads."""
@@ -187,40 +187,10 @@ def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
 
 def _hf(name: str, pretrained: bool, where: str) -> nn.Module:
     """The model of a folder that ``save_pretrained`` of transformers wrote: safetensors, and no code of its own."""
-    transformers = _library("transformers", "hf", where)
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{where}: {name!r} is no folder with a config.json; give one that "
-                          "model.save_pretrained(folder) wrote, nothing is downloaded")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{where}: {name}: holds no *.safetensors, and other files of weights may run code when "
-                          "loaded; write it with model.save_pretrained(folder)")
-    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        named = [getattr(transformers, each, None) for each in config.architectures or ()]
-        kind: Any = next((each for each in named
-                          if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel)), None)
-        if kind is None:
-            raise ConfigError(f"{where}: {name}: its config.json has the architectures {config.architectures}, and "
-                              "transformers has no model among them; build the model in Python, and name that "
-                              "function as module:callable")
-        model, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-    except (*OUT_OF_MEMORY, ConfigError):
-        raise
-    except ImportError as error:
-        raise ConfigError(f"{where}: {name}: needs a package that is not installed: {first_line(error)}; install it, "
-                          "or give the folder of the float model if this one is quantized") from error
-    except Exception as error:  # whatever the values in a config.json lead to
-        raise ConfigError(f"{where}: {name}: cannot be loaded: {first_line(error)}; write the folder again with "
-                          "model.save_pretrained(folder), or build the model in Python, and name that function as "
-                          "module:callable") from error
-    lost = sorted(info["missing_keys"]) + sorted(map(str, info.get("mismatched_keys") or ()))
-    if lost:
-        shown = ", ".join(lost[:SHOWN]) + (f", … {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
-        raise ConfigError(f"{where}: {name}: these weights are missing in its files, or of another shape: {shown}")
-    assert isinstance(model, nn.Module)
-    return model
+        return model_of_folder(Path(name).expanduser())
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 SOURCES: Mapping[str, Source] = {

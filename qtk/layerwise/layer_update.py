@@ -19,6 +19,7 @@ from qtk.layerwise.originals import PresentValues
 from qtk.layerwise.sparsity import Sparsity, with_zeros
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.second_moments import SecondMoments
+from qtk.nn.mapped_weights import rewrite
 
 CPU = torch.device("cpu")
 
@@ -65,10 +66,10 @@ class LayerUpdate:
             quantizer.load_encoding(self.encoding)
         quantizer.frozen = quantizer.frozen or is_new or self.weight is not None
         if self.weight is not None:
-            layer.weight.copy_(self.weight)
+            rewrite(layer.weight, self.weight)
             quantizer.rewrote_weight = True
         if self.bias is not None and layer.bias is not None:
-            layer.bias.copy_(self.bias)
+            rewrite(layer.bias, self.bias)
 
 
 def compute_update(

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
 from qtk.layerwise.digest import digest
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.nn.mapped_weights import is_mapped, rewrite
 from qtk.quantizers.original import KeptTensor, Original
 
 Start: TypeAlias = Literal["float", "present"]
@@ -53,6 +54,13 @@ class _Settings:
         return cls(quantizer.encoding, quantizer.frozen, quantizer.rewrote_weight, quantizer.original)
 
 
+class _KeptFile(KeptTensor):
+    """What a mapped parameter holds: its file, which ``rewrite`` leaves as it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._path = tensor.detach(), None
+
+
 class Originals:
     """Encodings and flags of layers, and copies of the parameters that were about to be written, on the CPU or on disk.
 
@@ -72,20 +80,22 @@ class Originals:
         """Copies parameters before they are written for the first time."""
         for parameter in parameters:
             if parameter is not None and id(parameter) not in self._copies:
-                self._copies[id(parameter)] = parameter, KeptTensor(parameter, on_disk=self._on_disk)
+                is_in_file = isinstance(parameter, nn.Parameter) and is_mapped(parameter)
+                kept = _KeptFile(parameter) if is_in_file else KeptTensor(parameter, on_disk=self._on_disk)
+                self._copies[id(parameter)] = parameter, kept
 
     @torch.no_grad()
     def restore(self, layer: WeightedLayer | None = None) -> None:
         """Puts back what a layer held, or what all held."""
         if layer is None:
             for parameter, copy in self._copies.values():
-                parameter.copy_(copy.load())
+                rewrite(parameter, copy.load())
             for each in self._settings:
                 self._set(each)
             return
         for held in (layer.weight, layer.bias):
             if held is not None and id(held) in self._copies:
-                held.copy_(self._copies[id(held)][1].load())
+                rewrite(held, self._copies[id(held)][1].load())
         self._set(layer)
 
     def rewind(self) -> tuple[list[WeightedLayer], list[str]]:
@@ -109,7 +119,7 @@ class Originals:
             with torch.no_grad():
                 for own, kept in pairs:
                     self.keep(own)
-                    own.copy_(kept.load())
+                    rewrite(own, kept.load())
             self._rewound[layer] = original, has_its_encoding
             if has_its_encoding:
                 _set(layer, original.encoding, original.frozen)

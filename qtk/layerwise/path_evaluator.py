@@ -52,15 +52,20 @@ class PathEvaluator:
             ):
                 self._parameter_nodes.add(node)
             for read in node.all_input_nodes:
-                while read.op != "get_attr" and self.is_parameter(read):
-                    read = read.all_input_nodes[0]
-                if read.op == "get_attr":
-                    name = str(read.target)
+                root = self._root(read)
+                if root is not None:
+                    name = str(root.target)
                     self._last_reads[name] = attribute(graph, name), index
 
     def is_parameter(self, node: fx.Node) -> bool:
         """Whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
+
+    def _root(self, node: fx.Node) -> fx.Node | None:
+        """The parameter that a node is, quantizes or moves; ``None`` for other nodes."""
+        while node.op != "get_attr" and self.is_parameter(node):
+            node = node.all_input_nodes[0]
+        return node if node.op == "get_attr" else None
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
         """The nodes whose values a node needs when it runs, those that its moved parameters need among them."""
@@ -116,10 +121,14 @@ class PathEvaluator:
                 self._float_copies[name] = tensor.detach().clone()
 
     def drop_float(self, begin: int) -> None:
-        """Drops the copies that no node from index ``begin`` on reads."""
+        """Drops the copies, and the cached quantized parameters, that no node from index ``begin`` on reads."""
         self._float_copies = {
             name: copy for name, copy in self._float_copies.items() if self._last_reads[name][1] >= begin
         }
+        for node, quantizer in self.quantizers.items():
+            root = self._root(node)
+            if root is not None and self._last_reads[str(root.target)][1] < begin:
+                quantizer.weight_cache.clear()
 
     def _reads_the_same(self, node: fx.Node, values: Values) -> bool:
         """Whether a node reads the same objects on all paths."""

@@ -28,6 +28,7 @@ from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.nn.device import device_of
+from qtk.nn.mapped_weights import is_mapped
 from qtk.observers.ranks import from_first
 
 
@@ -172,6 +173,8 @@ class LayerwiseRun:
                                     self._sparsity)
             if checkpoint is not None:
                 checkpoint.save(layer, update)
+                if is_mapped(layer.weight):  # then the file of the layer is its memory
+                    update = checkpoint.load(layer)
             return update
 
         return from_first(compute)

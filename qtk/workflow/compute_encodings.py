@@ -18,6 +18,7 @@ from qtk.core.needs import concerned
 from qtk.graph.graphs import contents_of
 from qtk.graph.insert import drop_sites, insert, remove
 from qtk.graph.simulation import Simulation
+from qtk.nn.mapped_weights import bounded
 from qtk.observers.ranks import exchanged, several_ranks
 from qtk.operators.op_row import Role
 from qtk.quantizers.quantizer import Mode
@@ -65,7 +66,8 @@ def compute_encodings(
         if ``sites`` is ``None``, as ``check``.
     """
     computes_all = sites is None and not only_missing
-    with _dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext():
+    putting_back = _dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext()
+    with bounded(sim.model), putting_back:
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
     rules = _rules_of_data(samples, sim.simulation) if computes_all else []

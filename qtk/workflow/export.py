@@ -41,6 +41,7 @@ from qtk.export.site_roles import parameter_roles
 from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.mapped_weights import bounded
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
@@ -146,7 +147,7 @@ def export(
                               f"leave {name} out")
     check(simulation)
     folding = folded(simulation) if STEPS in meta_of(simulation.model) else contextlib.nullcontext(simulation)
-    with TRACING, staged_directory(directory, force=force) as folder, folding as deployed:
+    with TRACING, bounded(simulation.model), staged_directory(directory, force=force) as folder, folding as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
 
@@ -360,13 +361,14 @@ def _compressed_tensors(
     simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
+    from qtk.export.compressed_tensors.shards import STATE_FILE
 
     changes = op_changes(simulation.model)
     if changes:
         raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and who loads a "
                           "compressed-tensors file runs the original's; make the simulation without it")
     checkpoint.export(simulation.model, folder, tokenizer)
-    with _read_back(folder / checkpoint.STATE_FILE):
+    with _read_back(folder / STATE_FILE):
         checkpoint.compare_with_simulation(folder, simulation.model)
 
 

@@ -31,6 +31,7 @@ from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.mapped_weights import bounded
 from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
@@ -122,7 +123,8 @@ def apply_layerwise(
         start is None and all(each.needs_bias or isinstance(each, Reconstruction) for each in resolved))
     if STEPS in meta_of(simulation.model):
         refuse_kept(sim)
-    contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
+    contexts = (TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model),
+                bounded(simulation.model))
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

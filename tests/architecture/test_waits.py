@@ -57,6 +57,12 @@ ALLOWED: dict[str, dict[str, str]] = {
     "nn/batch_norm.py": {
         "float(num_batches_tracked)": "momentum=None alone, where torch's own batch norm reads it too",
     },
+    "nn/mapped_weights.py": {
+        "bool(_mapped(model.parameters()))": "of a list",
+        "int(os.pread(self._memory, 128, 0).split()[2])": "of a text",
+        "bool(self._known)": "of a list",
+        "bool(((entries != 0) & (entries & OF_FILE == 0)).any())": CPU_ONLY,
+    },
     "nn/recurrent.py": {
         "int(size)": "of a packed sequence's batch_sizes, which torch keeps on the CPU",
     },

@@ -67,6 +67,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "directory": "out", "formats": ["encodings"], "force": True, "opset": None}),
     "save": (lambda **k: sim().save(**k), {"directory": "saved", "force": True}),
     "load": (qtk.QuantSim.load, {"directory": "nothing", "model": PREPARED, "example_inputs": X, "in_place": False}),
+    "from_checkpoint": (qtk.QuantSim.from_checkpoint, {"folder": "nothing", "example_inputs": X, "model": net,
+                                                       "dynamic_shapes": "batch", "verify": False}),
+    "quantize_checkpoint": (qtk.quantize_checkpoint, {"folder": "nothing", "directory": "out", "methods": (),
+                                                      "data": None, "model": net, "num_batches": 1, "progress": False}),
     "load_float_state_dict": (lambda **k: sim().load_float_state_dict(**k), {"state": net().state_dict()}),
     "apply_layerwise": (lambda **k: qtk.apply_layerwise(sim(), **k), {
         "data": [X], "methods": ["bias_correction"], "sites": None, "forward": None, "num_batches": 1, "valid": None,

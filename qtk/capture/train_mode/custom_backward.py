@@ -13,6 +13,7 @@ from qtk.calls.calls import detached
 from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.nn.mapped_weights import bounded
 from qtk.torch_private import custom_functions, pytree
 
 
@@ -37,7 +38,7 @@ def _backwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         tensors = {name: _with_gradient(parameter.detach()) for name, parameter in model.named_parameters()}
         tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
         args, kwargs = pytree.tree_map_only(Tensor, _with_gradient, detached((args, kwargs)))
-        with untouched(model), torch.enable_grad():
+        with untouched(model), bounded(model), torch.enable_grad():
             output = functional_call(model.train(), tensors, args, kwargs)
     except OUT_OF_MEMORY:
         raise

@@ -8,7 +8,8 @@ tokenizer lie beside it. A model that is not one of transformers has the ``quant
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
@@ -27,9 +29,10 @@ from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, scales_of_stored, zero_points_of_stored
 from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.shards import Shards, opened
 from qtk.numerics.codes import codes_of, values_of
 
-STATE_FILE, CONFIG_FILE = checkpoint.STATE_FILE, config.CONFIG_FILE
+CONFIG_FILE = config.CONFIG_FILE
 
 TWO_BITS = 2.0**-22
 """The last two bits of a float32."""
@@ -60,7 +63,7 @@ class ReadLayer:
     scale_tolerance: float = 0.0
 
 
-def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> None:
+def export(model: nn.Module, folder: Path, tokenizer: object | None = None, *, progress: bool = False) -> None:
     """Writes a simulated model of which linear layers alone are quantized.
 
     Warns where scales are rounded to the dtype of the model, and of what servers or transformers do not load.
@@ -74,18 +77,23 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None) -> N
         raise ExportError(f"a tokenizer writes its files by save_pretrained(folder), a {type(tokenizer).__name__} has "
                           "no such method; pass one of transformers")
     layers, original = layers_of(model), Original.of(model)
-    divisors = layers.global_scales()
-    stored = [each for name, layer in layers.quantized.items()
-              for each in checkpoint.stored_layers(layer, original, divisors.get(name))]
     tensors = checkpoint.other_tensors(model, layers.quantized)
     tensors = tensors if original is None else original.stored(tensors)
-    for layer in stored:
-        tensors |= {f"{layer.path}.{end}".lstrip("."): tensor for end, tensor in layer.tensors.items()}
     dtype = _dtype(layers, model)
     cache, scales = scales_of(layers.caches, original, dtype)
     warn_of_files(layers)
     warn_of_caches(layers.caches, original, scales)
-    checkpoint.write(tensors | scales, folder)
+    divisors, stored, shards = layers.global_scales(), list[StoredLayer](), Shards(folder)
+    for name, tensor in tensors.items():
+        shards.add(name, tensor)
+    for name, layer in tqdm(layers.quantized.items(), "writing", unit="layer", leave=False, disable=not progress):
+        for each in checkpoint.stored_layers(layer, original, divisors.get(name)):
+            for end, tensor in each.tensors.items():
+                shards.add(f"{each.path}.{end}".lstrip("."), tensor)
+            stored.append(replace(each, tensors={}))
+    for name, tensor in scales.items():
+        shards.add(name, tensor)
+    shards.end()
     config.write(stored, _paths_in_float(layers, original, stored), original, dtype, folder, cache)
     if callable(save_tokenizer):
         save_tokenizer(str(folder))
@@ -102,14 +110,32 @@ def read(folder: Path) -> dict[str, ReadLayer]:
 
     Raises: ExportError if a file is missing or malformed.
     """
-    try:
-        tensors, (schemes, _) = checkpoint.read(folder), config.read(folder)
-        by_path: dict[str, dict[str, Tensor]] = {}
+    with _layers(folder) as layers:
+        return {path: read_layer() for path, read_layer in layers.items()}
+
+
+@contextmanager
+def _layers(folder: Path) -> Iterator[Mapping[str, Callable[[], ReadLayer]]]:
+    """Path of each quantized layer → what reads its numbers. Raises: ExportError as ``read``."""
+    with _reading(folder), opened(folder) as tensors:
+        schemes = list(config.read(folder)[0].values())
+        by_path: dict[str, dict[str, Callable[[], Tensor]]] = {}
         for name, tensor in tensors.items():
             path, _, end = name.rpartition(".")
             by_path.setdefault(path, {})[end] = tensor
-        return {path: _read(own, _scheme(path, list(schemes.values()))) for path, own in by_path.items()
-                if "weight_scale" in own}
+
+        def read_layer(path: str) -> ReadLayer:
+            return _read({end: tensor() for end, tensor in by_path[path].items()}, _scheme(path, schemes))
+
+        yield {path: partial(read_layer, path) for path, own in by_path.items() if "weight_scale" in own}
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except ExportError:
+        raise
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
 
@@ -119,14 +145,12 @@ def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 
     Raises: ExportError if a file is missing or malformed.
     """
-    try:
-        return config.read(folder)[1], {name: tensor for name, tensor in checkpoint.read(folder).items()
+    with _reading(folder), opened(folder) as tensors:
+        return config.read(folder)[1], {name: tensor() for name, tensor in tensors.items()
                                         if name.rpartition(".")[2] in NAMES}
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise ExportError(f"cannot read {folder} as compressed-tensors: {error}") from error
 
 
-def compare_with_simulation(folder: Path, model: nn.Module) -> None:
+def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = False) -> None:
     """Reads the files back and compares schemes, codes, scales and zero points with the simulation.
 
     The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
@@ -134,18 +158,17 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
 
     Raises: ExportError naming the layer of the first difference.
     """
-    found, original, layers = read(folder), Original.of(model), layers_of(model)
-    expected = {path: numbers for layer in layers.quantized.values()
-                for path, numbers in _simulated(layer, original).items()}
-    if found.keys() != expected.keys():
-        raise ExportError(f"{sorted(found.keys() ^ expected.keys())[0]} is in one of file and simulation alone")
-    for path, layer in found.items():
-        name = path or "weight"
-        if _arguments(layer.scheme) != _arguments(expected[path].scheme):
-            raise ExportError(f"{name}: the config has {_arguments(layer.scheme)}, the simulation "
-                              f"{_arguments(expected[path].scheme)}")
-        if not _equal(layer, expected[path]):
-            raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
+    original, layers = Original.of(model), layers_of(model)
+    with _layers(folder) as found:
+        left = dict(found)
+        own_layers = layers.quantized.values()
+        for layer in tqdm(own_layers, "reading back", unit="layer", leave=False, disable=not progress):
+            for path, expected in _simulated(layer, original).items():
+                if path not in left:
+                    raise ExportError(f"{path} is in the simulation alone")
+                _compare(path or "weight", left.pop(path)(), expected)
+    if left:
+        raise ExportError(f"{next(iter(left))} is in the file alone")
     (cache, scales), (own, own_scales) = read_caches(folder), scales_of(layers.caches, original, _dtype(layers, model))
     if cache != own or scales.keys() != own_scales.keys():
         raise ExportError(f"the config has the cache {cache} with {len(scales)} scales, the simulation {own} with "
@@ -153,6 +176,14 @@ def compare_with_simulation(folder: Path, model: nn.Module) -> None:
     for name, scale in scales.items():
         if not torch.equal(scale, own_scales[name]):
             raise ExportError(f"{name} is not that of the simulation")
+
+
+def _compare(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
+    if _arguments(layer.scheme) != _arguments(expected.scheme):
+        raise ExportError(f"{name}: the config has {_arguments(layer.scheme)}, the simulation "
+                          f"{_arguments(expected.scheme)}")
+    if not _equal(layer, expected):
+        raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
 
 
 def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:

@@ -1,6 +1,4 @@
-"""Tensors of checkpoints: shards, tied tensors."""
-
-import json
+"""Tensors of checkpoints: tied tensors."""
 
 import pytest
 import torch
@@ -10,20 +8,6 @@ from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint
 from qtk.export.compressed_tensors.layers import layers_of
 from tests.export.compressed_tensors.models import simulated
-
-
-@pytest.mark.medium
-def test_shards_have_an_index(tmp_path, monkeypatch):
-    hub = pytest.importorskip("huggingface_hub")
-    original = hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(hub, "split_torch_state_dict_into_shards", lambda state: original(state, max_shard_size=100))
-    tensors = {name: torch.randn(5, 4) for name in "abc"}
-    checkpoint.write(tensors, tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {"a", "b", "c"}
-    assert len(set(index["weight_map"].values())) == 3
-    found = checkpoint.read(tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 class Tied(nn.Module):
@@ -45,3 +29,24 @@ def test_a_tied_tensor_is_stored_once_and_a_packed_one_is_not_shared():
     sim = simulated(Tied("c"), {"dtype": "int4"}, [{"match": {"path": "a"}, "weight": "float"}], x)
     with pytest.raises(ExportError, match=r"c\.weight shares the memory of b\.weight"):
         checkpoint.other_tensors(sim.model, layers_of(sim.model).quantized)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("weight", [
+    {"dtype": "int4", "granularity": "per_block", "block_size": 32}, {"dtype": "int8", "granularity": "per_channel"},
+    {"dtype": "fp8_e4m3", "granularity": "per_channel"}, {"dtype": "uint4", "granularity": "per_channel"},
+    {"dtype": "int8", "granularity": "per_tensor"},
+], ids=lambda weight: f"{weight['dtype']} {weight['granularity']}")
+def test_a_weight_stored_a_few_rows_at_a_time_is_the_whole_one(weight, monkeypatch):
+    torch.manual_seed(0)
+    sim = simulated(nn.Linear(64, 37), weight, x=torch.randn(2, 64))
+    layers = layers_of(sim.model).quantized.values()
+    whole, = (each for layer in layers for each in checkpoint.stored_layers(layer, None, None))
+    monkeypatch.setattr(checkpoint, "AT_ONCE", 5 * 64)
+    found, = (each for layer in layers for each in checkpoint.stored_layers(layer, None, None))
+    assert found.tensors.keys() == whole.tensors.keys()
+    assert found.path == whole.path
+    for end, tensor in whole.tensors.items():
+        other = found.tensors[end]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), end
+        assert torch.equal(other.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), end

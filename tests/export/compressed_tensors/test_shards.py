@@ -1,0 +1,59 @@
+"""Shards, read by the library that others read them with."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qtk.export.compressed_tensors import shards
+
+TENSORS = {
+    "a": torch.randn(5, 3).bfloat16(), "b": torch.arange(3), "c": torch.zeros(0, 4), "d": torch.randn(4, 3).mT,
+    "e": torch.tensor(7, dtype=torch.int8), "f": torch.randn(3).to(torch.float8_e4m3fn), "g": torch.tensor([True]),
+}
+
+
+def written(folder, tensors=TENSORS):
+    writer = shards.Shards(folder)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.end()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def same(found, tensor):
+    return found.dtype == tensor.dtype and found.shape == tensor.shape and torch.equal(
+        found.contiguous().flatten().view(torch.uint8), tensor.contiguous().flatten().view(torch.uint8))
+
+
+def test_one_file_holds_all_tensors_aligned(tmp_path):
+    assert written(tmp_path) == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == TENSORS.keys()
+    assert all(same(found[name], each) for name, each in TENSORS.items())
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(raw[8:8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert all(each["data_offsets"][0] % TENSORS[name].element_size() == 0 for name, each in header.items())
+
+
+def test_several_files_have_an_index_and_are_split_as_by_hugging_face(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "LARGEST_BYTES", 48)
+    files = written(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(each.numel() * each.element_size() for each in TENSORS.values())
+    found = {name: tensor for file in files[:-1] for name, tensor in load_file(tmp_path / file).items()}
+    assert all(same(found[name], each) for name, each in TENSORS.items())
+    with shards.opened(tmp_path) as readers:
+        assert all(same(readers[name](), each) for name, each in TENSORS.items())
+    hub = pytest.importorskip("huggingface_hub")
+    split = hub.split_torch_state_dict_into_shards(TENSORS, max_shard_size=48)
+    assert index["weight_map"] == split.tensor_to_filename
+
+
+def test_no_tensor_is_a_file_too(tmp_path):
+    assert written(tmp_path, {}) == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors") == {}
