@@ -68,7 +68,7 @@ def batch_norm(
     if not isinstance(module, (BatchNormBase, BatchNorm)):
         _check_frozen(module)
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, float(module.eps))  # type: ignore[arg-type]
-    training, calls_hooks = module.training, bool(hooks(module))
+    training, calls_hooks = module.training, len(hooks(module)) > 0
     if calls_hooks and not _only_normalises(module):
         _warn_of_hooks(module)
         calls_hooks = False
