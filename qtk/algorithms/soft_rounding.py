@@ -8,6 +8,7 @@ model that is left, and no second term must drive choices to 0 or 1, for which h
 
 from __future__ import annotations
 
+import torch  # noqa: F401  the example uses it
 from torch import Tensor
 
 from qtk.algorithms.adaround import GAMMA, ZETA, Choices
