@@ -35,6 +35,7 @@ class Apart(nn.Module):
     ([6, 6, 6], ["seq_mse", "gptq"]), ([12, 3, 3], ["coordinate_descent"]),
 ])
 def test_parts_are_rounded_as_layers_of_their_own(lengths, methods):
+    torch.manual_seed(0)
     cut = Cut(lengths).eval()
     results = []
     batches = [torch.randn(16, 8) for _ in range(5)]

@@ -205,7 +205,8 @@ def test_second_derivatives_pass_through_a_model_that_learns_its_ranges():
 
 @pytest.mark.medium
 def test_tracked_weights_have_at_every_step_the_range_that_calibration_would_find():
-    sim = simulated()
+    rules = [{"match": {"op": ["conv", "linear"]}, "weight": {"scheme": "min_max"}}]
+    sim = simulated(config={"version": 1, "extends": "default", "rules": rules})
     assert sim.track_weights() == ["0.weight", "3.weight"]
     optimizer = torch.optim.SGD(sim.model.parameters(), lr=1e-3)
     for _ in range(3):
