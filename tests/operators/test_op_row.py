@@ -71,12 +71,12 @@ def test_with_its_row_it_is_planned_and_calibrated(rows, batches):
     model = Projects().eval()
     prepared = qtk.prepare_model(model, batches[0])
     assert unknown_ops(prepared) == ()
-    sim = qtk.QuantSim(prepared, batches[0], weight_bits=4)
+    sim = qtk.QuantSim(prepared, batches[0], weight_bits=8)
     sim.compute_encodings(batches, progress=False)
-    assert "weight  int4 per_channel(axis=0)" in str(sim.plan)
+    assert "weight  int8 per_channel(axis=0)" in str(sim.plan)
     assert {"weight", "project:out", "bessel:out"} <= sim.quantizers.keys()
     weight = model.weight.detach()
-    scale = torch.maximum(weight.amax(1) / 7, weight.amin(1) / -8)
+    scale = torch.maximum(weight.amax(1) / 127, weight.amin(1) / -128)
     torch.testing.assert_close(sim.encodings()["weight"].scale.flatten(), scale)
 
 
