@@ -43,8 +43,10 @@ def known_inputs(model: nn.Module, call: Call, is_captured: Callable[[Collection
 
 
 def _is_integer(leaf: object) -> bool:
-    return (isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() > 0 and not leaf.is_meta
-            and not leaf.is_floating_point() and not leaf.is_complex())
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized:
+        return False
+    is_number = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
+    return is_number and leaf.numel() > 0
 
 
 def _must_fit(model: nn.Module, call: Call, number: int) -> bool:

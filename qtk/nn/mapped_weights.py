@@ -84,7 +84,7 @@ def bounded(*models: nn.Module, limit_bytes: int = LIMIT_BYTES) -> Iterator[None
     """
     parameters = [each for model in models for each in model.parameters()]
     size_bytes = sum(each.numel() * each.element_size() for each in parameters)
-    pages = _Pages(parameters if size_bytes > limit_bytes else ())
+    pages = _Pages(parameters) if size_bytes > limit_bytes else None  # to look at mappings takes milliseconds
     if not pages:
         yield
         return
