@@ -55,7 +55,7 @@ class QuantSim(Settled):
 
     >>> print(qtk.QuantSim(model, batches[0], weight_bits=4).plan)
     input:input  uint8 per_tensor asymmetric  min_max  (model input; defaults)
-    0.weight  int4 per_channel(axis=0) symmetric  min_max  (weight of linear; defaults)
+    0.weight  int4 per_channel(axis=0) symmetric  weight_mse  (weight of linear; defaults)
     1:out  uint8 per_tensor asymmetric  min_max  (relu; defaults)
     0.bias  float  (float by defaults)
     0:out  float  (inside supergroup linear → relu)

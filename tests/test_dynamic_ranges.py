@@ -125,7 +125,8 @@ def test_compiled_is_eager(net, x, setting):
 
 @pytest.mark.medium
 def test_layerwise_methods_see_activations_as_they_are_quantized(net, x):
-    sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN), weight_bits=4)
+    of_min_max = {"match": {"path": "*"}, "weight": {"scheme": "min_max"}}
+    sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN, of_min_max), weight_bits=4)
     sim.compute_encodings(None)
     before = {name: encoding.scale.clone() for name, encoding in sim.encodings().items()}
     report = qtk.apply_seq_mse(sim, [x], progress=False)

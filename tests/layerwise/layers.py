@@ -112,9 +112,10 @@ def case(
 
 
 def layer_of(module: nn.Module, x: Tensor, weight: Mapping[str, object]) -> WeightedLayer:
-    """The layer of a simulation in 4 bits, or those of the setting of its config."""
-    sim = qtk.QuantSim(module.eval(), x, weight_bits=qtk.FROM_CONFIG if "dtype" in weight else 4,
-                       activation_bits=None, config={"version": 1, "defaults": {"weight": dict(weight)}})
+    """The layer of a simulation in 4 bits, or those of the setting of its config, with ranges of min_max."""
+    rules = [{"match": {"path": "*"}, "weight": {"scheme": "min_max"}}]
+    sim = qtk.QuantSim(module.eval(), x, weight_bits=qtk.FROM_CONFIG if "dtype" in weight else 4, activation_bits=None,
+                       config={"version": 1, "defaults": {"weight": dict(weight)}, "rules": rules})
     sim.compute_encodings(None, progress=False)
     (layer,), skipped = weighted_layers(sim.model, sim.plan)
     assert not skipped

@@ -6,13 +6,14 @@ from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.methods import METHODS, method
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.seq_mse import SeqMse
 
 
 def test_every_method_has_its_name():
     assert dict(METHODS) == {
         "seq_mse": SeqMse(), "gptq": Gptq(), "coordinate_descent": CoordinateDescent(),
-        "adaround": AdaRound(), "bias_correction": BiasCorrection()
+        "adaround": AdaRound(), "bias_correction": BiasCorrection(), "reconstruction": Reconstruction(),
     }
     for name, value in METHODS.items():
         assert method(name) == value

@@ -181,15 +181,14 @@ def test_rules_set_the_weights_of_one_layer_and_direction_apart():
 def test_a_layer_in_few_bits_computes_what_torch_does_with_rounded_weights():
     torch.manual_seed(0)
     net = Deep().eval()
-    rules = [{"match": {"path": "lstm.l1"}, "weight": {"bits": 3}}]
+    rules = [{"match": {"path": "lstm.l1"}, "weight": {"bits": 3, "scheme": "min_max"}}]
     sim = qtk.QuantSim(net, X, weight_bits=8, activation_bits=None, config={"version": 1, "rules": rules})
     sim.compute_encodings(None, progress=False)
     with torch.no_grad():
         for name, weight in net.named_parameters():
             if "weight" in name:
                 most = 3 if "l1" in name else 127
-                scale = weight.abs().max() / 3.5 * 4095 / 4096 if "l1" in name else max(
-                    weight.max() / most, -weight.min() / (most + 1))
+                scale = max(weight.max() / most, -weight.min() / (most + 1))
                 weight.copy_((weight / scale).round().clamp(-most - 1, most) * scale)
         torch.testing.assert_close(sim.model(X), net(X), atol=1e-5, rtol=1e-5)
 

@@ -167,7 +167,9 @@ def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
 @pytest.mark.parametrize("name", EXPERTS)
 def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
     entry = ZOO[name]
-    sim = qtk.QuantSim(entry.model(), entry.inputs(), activation_bits=None, weight_bits=4)
+    rules = [{"match": {"path": "*"}, "weight": {"scheme": "min_max"}}]
+    sim = qtk.QuantSim(entry.model(), entry.inputs(), activation_bits=None, weight_bits=4,
+                       config={"version": 1, "extends": "default", "rules": rules})
     sim.compute_encodings(None, progress=False)
     reference = entry.model()
     with torch.no_grad():

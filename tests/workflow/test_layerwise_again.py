@@ -12,7 +12,8 @@ from torch import nn
 
 import qtk
 
-SPEC = {"weight_bits": 3, "activation_bits": 8}
+RULES = [{"match": {"path": "*"}, "weight": {"scheme": "min_max"}}]
+SPEC = {"weight_bits": 3, "activation_bits": 8, "config": {"version": 1, "extends": "default", "rules": RULES}}
 
 
 def problem(build=None, **settings):

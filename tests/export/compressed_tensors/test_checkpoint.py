@@ -38,6 +38,7 @@ def test_a_tied_tensor_is_stored_once_and_a_packed_one_is_not_shared():
     {"dtype": "int8", "granularity": "per_tensor"},
 ], ids=lambda weight: f"{weight['dtype']} {weight['granularity']}")
 def test_a_weight_stored_a_few_rows_at_a_time_is_the_whole_one(weight, monkeypatch):
+    pytest.importorskip("compressed_tensors")
     torch.manual_seed(0)
     sim = simulated(nn.Linear(64, 37), weight, x=torch.randn(2, 64))
     layers = layers_of(sim.model).quantized.values()
