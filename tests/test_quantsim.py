@@ -422,9 +422,9 @@ def test_it_is_one_class_whose_methods_are_its_own():
     assert [each.__name__ for each in qtk.QuantSim.__mro__] == ["QuantSim", "Settled", "object"]
     assert {name for name in dir(qtk.QuantSim) if not name.startswith("_")} == {
         "check", "compare", "compute_encodings", "drift", "encodings", "export", "fix_ranges", "forget", "freeze",
-        "from_checkpoint", "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan", "plan_of", "quantizers",
-        "range_parameters", "report", "save", "sensitivity", "set_range", "simulation", "to_original", "track_weights",
-        "unfreeze", "verify_export", "weight_parameters",
+        "from_checkpoint", "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan",
+        "plan_of", "quantizers", "range_parameters", "report", "save", "sensitivity", "set_range", "simulation",
+        "to_original", "track_weights", "unfreeze", "verify_export", "weight_parameters",
     }
 
 
