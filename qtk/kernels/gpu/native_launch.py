@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtk.kernels.gpu.launch import Repeatable
 
@@ -35,7 +35,7 @@ def hand_over(
 
     ``launch`` is one of tensors with the first four roles, in their order; the rest are the arguments of the call.
     """
-    if not x.is_cuda or torch.version.cuda is None:
+    if type(x) not in (Tensor, nn.Parameter) or not x.is_cuda or torch.version.cuda is None:
         return False
     found = parameters(launch)
     metadata = launch.compiled.metadata
