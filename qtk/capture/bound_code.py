@@ -32,6 +32,9 @@ from qtk.public import BOUND_FILE, GRAPH_FILE
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import CALL_ATTRIBUTES, OpOverload, branches, call_structure, pytree, schema_of
 
+KNOWN_NAMESPACES = "aten", "qtk"
+"""Of operators that have a tag if they are random; those of others may be without."""
+
 VARIABLE = re.compile(r"\bv\d+\b")
 
 _FORWARD, _ATTENTION = Quantizer.forward, Attention.forward
@@ -146,7 +149,8 @@ class _Writer:
                     names[node] = self._member(graph, str(node.target))
                 case "call_function":
                     once = self._merges and isinstance(node.target, OpOverload) and (
-                        torch.Tag.nondeterministic_seeded not in node.target.tags)
+                        node.target.namespace in KNOWN_NAMESPACES
+                        and torch.Tag.nondeterministic_seeded not in node.target.tags)
                     function = node.target if kwargs else _function_of(node.target)
                     names[node] = self._call(node, self._constant(function), args, kwargs, once=once)
                 case "call_module":

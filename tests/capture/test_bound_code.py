@@ -78,3 +78,19 @@ def test_attention_is_called_where_a_library_has_replaced_its_call_or_its_core()
             replaced()
             assert not torch.equal(sim.model(x), expected)
             undo()
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return torch.ops.qtk_bound_code_test.noise(x), torch.ops.qtk_bound_code_test.noise(x), x.exp(), x.exp()
+
+
+def test_two_calls_of_an_operator_of_others_are_two():
+    torch.library.define("qtk_bound_code_test::noise", "(Tensor x) -> Tensor")  # random, and without the tag
+    torch.library.impl("qtk_bound_code_test::noise", "CompositeExplicitAutograd", torch.rand_like)
+    torch.library.register_fake("qtk_bound_code_test::noise", torch.empty_like)
+    graph = qtk.prepare_model(Noise().eval(), torch.randn(2, 4), verify=False)
+    with torch.no_grad():
+        first, second, *once = bound_code(graph, weights_once=True, gradients=False).function({})(torch.randn(2, 4))
+    assert not torch.equal(first, second)
+    assert once[0] is once[1]
