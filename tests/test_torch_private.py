@@ -595,7 +595,7 @@ def test_without_modes():
         assert type(torch.zeros(2)) is not torch.Tensor
 
 
-def test_what_a_compiled_module_calls_is_in_its_attributes():
+def test_call_attributes_of_a_module_and_of_a_compiled_one():
     module = nn.Linear(2, 2)
     assert not any(vars(module).get(name) for name in CALL_ATTRIBUTES)
     module.compile(backend="eager")
