@@ -37,10 +37,11 @@ from torch.utils import _pytree as pytree  # nested values: flattening, mapping,
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every ATen op that runs
 
 __all__ = [
-    "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES", "BatchNormBase",
-    "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
-    "base_of", "below_autograd", "call_structure", "checking_sizes", "custom_functions", "drop_input_guards",
-    "empty_like", "flatten_as", "function_modes", "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_length_hint",
+    "CALL_ATTRIBUTES", "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES",
+    "BatchNormBase", "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload",
+    "TorchDispatchMode", "base_of", "below_autograd", "call_structure", "checking_sizes", "custom_functions",
+    "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree", "graph_from_bytes",
+    "graph_to_bytes", "has_length_hint",
     "hooks", "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export",
     "is_traced", "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
     "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
@@ -64,6 +65,9 @@ HOOK_TABLES = {
     "_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook",
 }
 """Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
+
+CALL_ATTRIBUTES = ("forward", "_compiled_call_impl", *HOOK_TABLES)
+"""Attributes that decide what a call of a module runs; the first two are the class's, unless something is put there."""
 
 GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in HOOK_TABLES]
 """The hooks of all modules."""

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from qtk import torch_private
 from qtk.torch_private import (
+    CALL_ATTRIBUTES,
     GLOBAL_HOOKS,
     GRAPH_MODULE_NAMES,
     HOOK_TABLES,
@@ -592,3 +593,10 @@ def test_without_modes():
         assert type(torch.zeros(2)) is torch.Tensor
     with FakeTensorMode():
         assert type(torch.zeros(2)) is not torch.Tensor
+
+
+def test_call_attributes_of_a_module_and_of_a_compiled_one():
+    module = nn.Linear(2, 2)
+    assert not any(vars(module).get(name) for name in CALL_ATTRIBUTES)
+    module.compile(backend="eager")
+    assert [name for name in CALL_ATTRIBUTES if vars(module).get(name)] == [CALL_ATTRIBUTES[1]]

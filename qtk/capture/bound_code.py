@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,12 +28,16 @@ from qtk.nn.tap import all_idle
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.registration import NATIVE
-from qtk.public import BOUND_FILE
+from qtk.public import BOUND_FILE, GRAPH_FILE
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.torch_private import OpOverload, branches, call_structure, pytree, schema_of
+from qtk.torch_private import CALL_ATTRIBUTES, OpOverload, branches, call_structure, pytree, schema_of
+
+KNOWN_NAMESPACES = "aten", "qtk"
+"""Of operators that have a tag if they are random; those of others may be without."""
 
 VARIABLE = re.compile(r"\bv\d+\b")
 
+_FORWARD, _ATTENTION = Quantizer.forward, Attention.forward
 _FAKE_QUANTIZE: Any = torch.ops.qtk.fake_quantize.default if NATIVE else fake_quantize
 """What ``fake_quantize`` computes, without its checks where no gradient is recorded."""
 
@@ -52,13 +56,13 @@ class BoundCode:
         code: of a function that takes the leaves of a call, in the order of the placeholders, and returns what the
             graph returns.
         scope: its constants by name.
-        weights: names of constants that are quantized parameters, with the quantizer and the parameter.
+        weights: names of constants that are quantized parameters, with the quantizer and the place of the parameter.
         watch: the places that it was read from.
     """
 
     code: CodeType
     scope: dict[str, object]
-    weights: dict[str, tuple[Quantizer, Tensor]]
+    weights: dict[str, tuple[Quantizer, Mapping[str, Tensor], str]]
     watch: Watch
 
     def function(self, simulated: dict[tuple[int, int], Tensor]) -> Callable[..., Any]:
@@ -67,7 +71,8 @@ class BoundCode:
         Its quantized parameters that another graph has too are ``simulated`` already, or added to it.
         """
         scope = dict(self.scope)
-        for name, (quantizer, parameter) in self.weights.items():
+        for name, (quantizer, table, leaf) in self.weights.items():
+            parameter = table[leaf]
             key = id(quantizer), id(parameter)
             if key not in simulated:
                 simulated[key] = quantizer(parameter)
@@ -98,7 +103,7 @@ class _Writer:
     def __init__(self, weights_once: bool, gradients: bool) -> None:
         self._weights_once, self._gradients = weights_once, gradients
         self._watch = Watch()
-        self._weights: dict[str, tuple[Quantizer, Tensor]] = {}
+        self._weights: dict[str, tuple[Quantizer, Mapping[str, Tensor], str]] = {}
         self._scope: dict[str, object] = {}
         self._constants: dict[object, Name] = {}
         self._members: dict[Name, tuple[Mapping[str, Any], str]] = {}
@@ -125,8 +130,14 @@ class _Writer:
         return BoundCode(run.__code__, self._scope, self._weights, self._watch)
 
     def _write(self, graph: CapturedGraph, inputs: Sequence[object]) -> Any:
-        """Writes the lines of a graph. Returns: its results, with names in place of nodes."""
+        """Writes the lines of a graph. Returns: its results, with names in place of nodes.
+
+        Raises: LookupError if calls of the graph run something else.
+        """
+        if not _runs_its_code(graph):
+            raise LookupError("forward")
         self._watch.add(graph.meta, REVISION)
+        self._watch.add_call(graph)
         names: dict[fx.Node, Any] = {}
         given = iter(inputs)
         for node in graph.graph.nodes:
@@ -138,7 +149,8 @@ class _Writer:
                     names[node] = self._member(graph, str(node.target))
                 case "call_function":
                     once = self._merges and isinstance(node.target, OpOverload) and (
-                        torch.Tag.nondeterministic_seeded not in node.target.tags)
+                        node.target.namespace in KNOWN_NAMESPACES
+                        and torch.Tag.nondeterministic_seeded not in node.target.tags)
                     function = node.target if kwargs else _function_of(node.target)
                     names[node] = self._call(node, self._constant(function), args, kwargs, once=once)
                 case "call_module":
@@ -169,9 +181,15 @@ class _Writer:
             self._watch.add(vars(module), "training")
             for quantizer in filter(lambda each: isinstance(each, Quantizer), module.modules()):
                 self._watch.add(vars(quantizer), "mode")
-            if not (self._gradients or module.training or all_idle(module)) and isinstance(module.core, CapturedGraph):
-                return self._write(module.core, [*args, None])[0]
+            is_written = not (self._gradients or module.training or all_idle(module)) and (
+                type(module).forward is _ATTENTION and "forward" not in vars(module))
+            if is_written and isinstance(module.core, CapturedGraph) and _runs_its_code(module.core):
+                self._watch.add_call(module)
+                return self._write(cast(CapturedGraph, self._watch.module(module, "core")), [*args, None])[0]
         if isinstance(module, Quantizer):
+            for name in ("mode", "_learns", "momentum"):
+                self._watch.add(vars(module), name)
+            self._watch.add_call(module)
             value = node.all_input_nodes[0]
             if value.op == "get_attr":
                 if self._weights_once and module.repeatable and "forward" not in vars(module):
@@ -183,9 +201,7 @@ class _Writer:
 
     def _quantizer(self, node: fx.Node, module: Quantizer, args: Sequence[Any]) -> object | None:
         """Writes what a quantizer with a fixed range computes. Returns: its name; ``None`` of another quantizer."""
-        for name in ("mode", "_learns", "momentum", "forward"):
-            self._watch.add(vars(module), name)
-        if "forward" in vars(module) or module.mode is Mode.OBSERVE:
+        if type(module).forward is not _FORWARD or "forward" in vars(module) or module.mode is Mode.OBSERVE:
             return None
         if module.mode is Mode.BYPASS:
             result: object = args[0]
@@ -206,20 +222,15 @@ class _Writer:
         """An expression that reads a member, which may be another tensor at each call."""
         owner_path, _, leaf = path.rpartition(".")
         owner = self._watch.module(graph, owner_path)
-        self._watch.add_type(owner)
-        tables = (owner._parameters, owner._buffers, owner._modules, vars(owner))
-        table = next((each for each in tables if leaf in each), None)
-        if table is None:
-            raise LookupError(path)
+        table = self._watch.member(owner, leaf)
         name = Name(f"{self._constant(table)}[{leaf!r}]")
         self._members[name] = table, leaf
         return name
 
     def _weight(self, quantizer: Quantizer, table: Mapping[str, Any], leaf: str) -> Name:
         """The name of a constant that is a quantized parameter."""
-        self._watch.add(table, leaf)
         name = Name(f"w{len(self._weights)}")
-        self._weights[name] = quantizer, table[leaf]
+        self._weights[name] = quantizer, table, leaf
         return name
 
     def _container(self, spec: pytree.TreeSpec, leaves: Iterator[object]) -> str:
@@ -269,6 +280,13 @@ class _Writer:
         is_literal = type(argument) in (bool, int, str, type(None)) or (
             type(argument) is float and math.isfinite(argument))
         return repr(argument) if is_literal else self._constant(argument)
+
+
+def _runs_its_code(graph: CapturedGraph) -> bool:
+    """Whether a call of a graph runs the code that torch has generated, and not what a library has put in its place."""
+    code = getattr(type(graph).forward, "__code__", None)
+    return isinstance(code, CodeType) and GRAPH_FILE in code.co_filename and (
+        not any(vars(graph).get(name) for name in CALL_ATTRIBUTES))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,8 +1,10 @@
+import pytest
 import torch
 from torch import nn
 
 import qtk
 from qtk.capture.bound_code import bound_code
+from qtk.nn.attention import Attention
 
 
 def test_the_function_calls_quantizers_with_fixed_ranges_as_operators():
@@ -38,3 +40,57 @@ def test_a_model_with_hooks_is_not_bound():
     assert bound_code(sim.model, weights_once=True, gradients=False) is None
     handle.remove()
     assert bound_code(sim.model, weights_once=True, gradients=False) is not None
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+
+@pytest.mark.medium
+def test_attention_is_called_where_a_library_has_replaced_its_call_or_its_core():
+    x = torch.randn(2, 5, 8)
+    sim = qtk.QuantSim(Attending().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    attention = next(each for each in sim.model.modules() if isinstance(each, Attention))
+    core = attention.core
+
+    def with_core(module):
+        attention.core = module
+
+    class Values(nn.Module):
+        def forward(self, query, key, value, mask=None):
+            return sim.quantizers["attention.core.context:out"](value)
+
+    with torch.no_grad():
+        expected = sim.model(x)
+        for replaced, undo in ((lambda: vars(core).update(forward=lambda q, k, v, mask: v),
+                                lambda: vars(core).pop("forward")),
+                               (lambda: setattr(attention, "forward", lambda q, k, v: v),
+                                lambda: delattr(attention, "forward")),
+                               (lambda: with_core(Values()), lambda: with_core(core))):
+            for _ in range(4):
+                assert torch.equal(sim.model(x), expected)
+            replaced()
+            assert not torch.equal(sim.model(x), expected)
+            undo()
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return torch.ops.qtk_bound_code_test.noise(x), torch.ops.qtk_bound_code_test.noise(x), x.exp(), x.exp()
+
+
+def test_two_calls_of_an_operator_of_others_are_two():
+    torch.library.define("qtk_bound_code_test::noise", "(Tensor x) -> Tensor")  # random, and without the tag
+    torch.library.impl("qtk_bound_code_test::noise", "CompositeExplicitAutograd", torch.rand_like)
+    torch.library.register_fake("qtk_bound_code_test::noise", torch.empty_like)
+    graph = qtk.prepare_model(Noise().eval(), torch.randn(2, 4), verify=False)
+    with torch.no_grad():
+        first, second, *once = bound_code(graph, weights_once=True, gradients=False).function({})(torch.randn(2, 4))
+    assert not torch.equal(first, second)
+    assert once[0] is once[1]

@@ -1,8 +1,10 @@
 """Graphs that run as functions compute what graphs do, bit for bit, and see what has changed since."""
 
 import copy
+import functools
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -156,6 +158,81 @@ def test_a_change_is_seen_at_the_next_call(change, gradients):
         assert not torch.equal(found.float(), before) or change in same
 
 
+class Doubled(qtk.Quantizer):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def doubled(module):
+    forward = module.forward
+    module.forward = lambda *given: forward(*given) * 2
+
+
+def doubled_class(graph):
+    forward = type(graph).forward
+    type(graph).forward = functools.partial(lambda module, x: forward(module, x) * 2, graph)  # as accelerate does
+
+
+def with_plain_weight(layer, store):
+    weight = layer.weight.detach() * 2
+    del layer.weight
+    store(weight)
+
+
+def hooked_anew(module):
+    module._forward_hooks = OrderedDict()
+    module.register_forward_hook(lambda module, given, result: result * 2)
+
+
+def with_tables(module, **tables):
+    vars(module).update(tables)
+
+
+REPLACED = {
+    "forward": lambda sim: doubled(sim.model),
+    "forward of the class": lambda sim: doubled_class(sim.model),
+    "the class of a quantizer": lambda sim: setattr(sim.quantizers["2:out"], "__class__", Doubled),
+    "a tensor for a parameter": lambda sim: with_plain_weight(
+        layer := sim.model.get_submodule("0"), lambda weight: setattr(layer, "weight", weight)),
+    "a buffer for a parameter": lambda sim: with_plain_weight(
+        layer := sim.model.get_submodule("0"), lambda weight: layer.register_buffer("weight", weight)),
+    "the table of hooks": lambda sim: hooked_anew(sim.quantizers["2:out"]),
+    "the table of parameters": lambda sim: with_tables(
+        layer := sim.model.get_submodule("0"), _parameters={name: each * 2 for name, each in layer.named_parameters()}),
+    "the table of modules": lambda sim: with_tables(
+        sim.model, _modules={**sim.model._modules, "0": nn.Linear(4, 4)}),
+}
+
+
+@pytest.mark.parametrize("change", [name if name == "forward" else pytest.param(name, marks=pytest.mark.medium)
+                                    for name in REPLACED])
+def test_what_a_library_puts_in_the_place_of_something_is_seen(change):
+    sim, x = small()
+    with torch.no_grad():
+        for _ in range(3):
+            before = sim.model(x)
+        assert is_bound(sim.model)
+        REPLACED[change](sim)
+        found = [sim.model(x) for _ in range(3)]
+        sim.model.__dict__[BOUND] = Left()
+        expected = sim.model(x)
+    assert not torch.equal(expected, before)
+    assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.medium
+def test_a_model_that_is_compiled_in_place_runs_compiled():
+    sim, x = small()
+    ran = []
+    with torch.no_grad():
+        for _ in range(3):
+            expected = sim.model(x)
+        sim.model.compile(backend=lambda graph, _: lambda *given: [ran.append(1), graph(*given)][1])
+        for _ in range(3):
+            assert torch.equal(sim.model(x), expected)
+    assert len(ran) == 3
+
+
 class Left:
     """In place of a binding: the graph is left as it is."""
 
@@ -191,6 +268,17 @@ def test_a_parameter_that_is_replaced_is_not_kept_alive():
     gc.collect()
     assert old() is None
     assert is_bound(sim.model)
+
+
+@pytest.mark.medium
+def test_a_parameter_that_is_replaced_after_a_time_is_not_kept_alive():
+    sim, x = small()
+    with torch.no_grad(), weights_once(sim.model):
+        sim.model(x)
+    old = weakref.ref(sim.model.get_parameter("0.weight"))
+    sim.model.load_state_dict({name: each.clone() for name, each in sim.model.state_dict().items()}, assign=True)
+    gc.collect()
+    assert old() is None
 
 
 def test_a_graph_that_changes_all_the_time_is_left_as_it_is(monkeypatch):
