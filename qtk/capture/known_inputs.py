@@ -52,7 +52,10 @@ def _is_integer(leaf: object) -> bool:
 def _must_fit(model: nn.Module, call: Call, number: int) -> bool:
     """Whether the model fails where all values of a leaf that are above 1 are one less, and so are still indices."""
     leaves, structure = pytree.tree_flatten(detached((call.args, call.kwargs)))
-    leaves[number] = leaves[number] - (leaves[number] > 1).to(leaves[number].dtype)
+    is_more = leaves[number] > 1
+    if not bool(is_more.any()):  # of masks too, of which none can be subtracted
+        return False
+    leaves[number] = leaves[number] - is_more.to(leaves[number].dtype)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     try:
         with torch.no_grad():

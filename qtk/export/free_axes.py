@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from qtk.calls.inputs import is_free
-from qtk.calls.served_sizes import Axis
+from qtk.calls.served_sizes import SIZES, Axis, ServedSizes
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.nn.scan import Scan
 from qtk.operators.targets import called_module
@@ -47,6 +47,14 @@ def warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
             length, why = after.meta["val"].shape[axis], SCAN if _scans(graph) else LOOP
             warnings.warn(f"the file runs at length {length} of axis {axis} of {before.target} alone, which is "
                           f"declared free: {why}", stacklevel=2)
+
+
+def warn_of_written_values(model: fx.GraphModule) -> None:
+    """Names the inputs whose values are written into the graph: a file has no check of them."""
+    sizes = model.meta.get(SIZES, ServedSizes())
+    if sizes.values:
+        warnings.warn(f"{sizes.written}; the file computes the same whatever these inputs are, so give it no others",
+                      stacklevel=2)
 
 
 def _scans(graph: fx.Graph) -> list[fx.Node]:

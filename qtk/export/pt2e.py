@@ -32,7 +32,7 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
-from qtk.export.free_axes import doubled, file_axes, warn_of_fixed_axes
+from qtk.export.free_axes import doubled, file_axes, warn_of_fixed_axes, warn_of_written_values
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
 from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites
@@ -100,6 +100,7 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
     warn_of_fixed_axes(model.graph, program)
+    warn_of_written_values(model)
     repeat_behind_movement(program.graph)
     dequantize_for_each_reader(program.graph)
     for node in program.graph.nodes:

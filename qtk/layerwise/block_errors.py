@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtk.algorithms.distillation import distillation_loss
+from qtk.observers.extremes import sentinel_bound
 
 TINY = 1e-30
 
@@ -39,8 +40,7 @@ class BlockErrors:
 
     def add_value(self, value: Tensor, wanted: Tensor, weight: float) -> None:
         """Changes the sums: adds a value that leaves a block, its squares multiplied by ``weight``."""
-        noise = (value.float() - wanted.float()).square().sum() * weight
-        self.add(BlockErrors(noise, float(wanted.float().square().sum()) * weight))
+        self.add(BlockErrors(_squared_error(value, wanted) * weight, float(power(wanted)) * weight))
 
     def loss(self, weight: float) -> Tensor:
         """The relative error, and ``weight`` times the mean divergence of a row of the output."""
@@ -50,6 +50,17 @@ class BlockErrors:
 
 Parts: TypeAlias = tuple[BlockErrors, BlockErrors]
 """Over the samples that are seen, and over those that are held out."""
+
+
+def power(value: Tensor) -> Tensor:
+    """The sum of the squares, without attention-mask sentinels. Shape: result []."""
+    return value.float().masked_fill(value <= sentinel_bound(value.dtype), 0.0).square().sum()
+
+
+def _squared_error(value: Tensor, wanted: Tensor) -> Tensor:
+    is_sentinel = wanted <= sentinel_bound(wanted.dtype)
+    value, wanted = (each.float().masked_fill(is_sentinel, 0.0) for each in (value, wanted))
+    return (value - wanted).square().sum()
 
 
 def divergence(output: Tensor, wanted: Tensor) -> tuple[Tensor, int]:
@@ -63,7 +74,6 @@ def divergence(output: Tensor, wanted: Tensor) -> tuple[Tensor, int]:
     if not output.numel():
         return output.new_zeros(()), 0
     if output.ndim < 2 or output.shape[-1] < 2:
-        error = (output.float() - wanted.float()).square().sum()
-        return len(output) * error / wanted.float().square().sum().clamp(min=TINY), len(output)
+        return len(output) * _squared_error(output, wanted) / power(wanted).clamp(min=TINY), len(output)
     rows = output.numel() // output.shape[-1]
     return distillation_loss(output, wanted) * rows, rows

@@ -15,7 +15,7 @@ from qtk.calls.calls import Call
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.graph.written_buffers import is_input
-from qtk.layerwise.block_errors import TINY, BlockErrors, Parts, divergence
+from qtk.layerwise.block_errors import TINY, BlockErrors, Parts, divergence, power
 from qtk.layerwise.block_hooks import dropping, hooked, mixed, replacing
 from qtk.layerwise.blocks import Window, find_windows
 from qtk.layerwise.candidates import NONE
@@ -131,8 +131,7 @@ class BlockRun:
             with torch.no_grad():
                 targets = self._advanced(window.begin, window.ends, values, FLOAT)
             for node, target in self._made(values, targets):
-                power = target.float().square().sum()
-                self._powers[node] = self._powers.get(node, 0.0) + float(power)
+                self._powers[node] = self._powers.get(node, 0.0) + float(power(target))
             self._targets.put(batch, targets)
         result = self._learned(window)
         for batch in range(len(self._calls)):

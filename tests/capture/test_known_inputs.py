@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import qtk
+from qtk.calls.calls import Call
+from qtk.capture.known_inputs import known_inputs
 from qtk.errors import CaptureError
 
 
@@ -61,3 +63,15 @@ def test_lengths_that_may_be_others_are_no_constants() -> None:
     assert prepared.report.rung == "python"
     other = torch.tensor([5, 7])
     assert torch.equal(prepared(x, other), model(x, other))
+
+
+class Chosen(Packed):
+    """Only the images that ``mask`` names count."""
+
+    def forward(self, ids: Tensor, pixels: Tensor, grid: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(ids, pixels * mask[:, None], grid)
+
+
+def test_a_mask_of_bool_beside_a_grid_is_no_constant() -> None:
+    call = Call((), {**example([[2, 3], [1, 4]]), "mask": torch.rand(10) > 0.5}, None)
+    assert known_inputs(Chosen().eval(), call, lambda known: 2 in known) == (2,)

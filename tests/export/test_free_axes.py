@@ -1,8 +1,10 @@
+import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import qtk
-from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
+from qtk.calls.served_sizes import SIZES, ServedSizes
+from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes, warn_of_written_values
 
 
 def test_free_axes_are_those_whose_length_is_symbolic():
@@ -53,3 +55,12 @@ def test_axes_of_one_name_are_one_length_and_have_it():
     prepared = qtk.prepare_model(Both(), (torch.randn(3, 5), torch.ones(3, 5)), dynamic_shapes=shapes)
     assert equal_axes(prepared) == (
         EqualAxes(frozenset({("x", 0), ("y", 0)}), "batch"), EqualAxes(frozenset({("y", 1)}), "width"))
+
+
+def test_a_file_that_holds_the_values_of_an_input_is_warned_of(recwarn):
+    model = fx.symbolic_trace(nn.ReLU())
+    warn_of_written_values(model)
+    assert not recwarn
+    model.meta[SIZES] = ServedSizes(values={"grid": [[2, 3]]})
+    with pytest.warns(UserWarning, match="values of grid, which are written .*; the file computes the same"):
+        warn_of_written_values(model)

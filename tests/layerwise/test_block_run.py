@@ -128,3 +128,26 @@ def test_what_cannot_be_reconstructed_is_refused():
     ):
         with pytest.raises(CalibrationError, match=message):
             qtk.apply_layerwise(sim, batches, methods, options=qtk.LayerwiseOptions(**options), progress=False)
+
+
+class Masked(nn.Module):
+    """Attention whose mask, from several windows read, is made in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.full((5, 5), -torch.inf).triu(1)
+        for layer in (self.first, self.last):
+            query, key, value = layer(x).chunk(3, -1)
+            x = x + (query @ key.mT + mask).softmax(-1) @ value
+        return x
+
+
+@pytest.mark.medium
+def test_a_mask_that_leaves_a_window_adds_no_error():
+    sim, _, batches = simulated(Masked, 5, 8)
+    report = qtk.apply_layerwise(sim, batches, [FEW], progress=False)
+    assert len(report.layers) == 2
+    assert all(layer.sqnr_db > 0 for layer in report.layers)

@@ -33,7 +33,14 @@ from qtk.core.granularity import PerToken
 from qtk.core.needs import found_where
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
-from qtk.export.free_axes import EqualAxes, doubled, equal_axes, file_axes, warn_of_fixed_axes
+from qtk.export.free_axes import (
+    EqualAxes,
+    doubled,
+    equal_axes,
+    file_axes,
+    warn_of_fixed_axes,
+    warn_of_written_values,
+)
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
@@ -115,6 +122,7 @@ def trace(
         graph = _translate(program, opset)
     if not free:
         warn_of_fixed_axes(model.graph, program)
+    warn_of_written_values(model)
     signature = file_signature(model)
     given = [*input_names(model), *(given for given, _ in signature.buffers.values())]
     return MarkedGraph(graph, _input_names(given, program, graph), tuple(signature.outputs), equal_axes(model))
