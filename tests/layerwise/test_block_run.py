@@ -52,7 +52,8 @@ def are_equal(first: dict, second: dict) -> bool:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("model", "shape"), [(Residual, (8,)), (Recurrent, (5, 8))])
+@pytest.mark.parametrize(("model", "shape"), [
+    (Residual, (8,)), pytest.param(Recurrent, (5, 8), marks=pytest.mark.slow)])
 def test_the_error_of_held_out_samples_falls_and_unseen_outputs_come_closer(model, shape):
     sim, net, batches = simulated(model, *shape)
     unseen = torch.randn(400, *shape, generator=torch.Generator().manual_seed(1))
