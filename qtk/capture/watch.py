@@ -12,6 +12,7 @@ from qtk.torch_private import CALL_ATTRIBUTES, GLOBAL_HOOKS, HOOK_TABLES, MODULE
 
 _GET, _CONTAINS, _FORWARD = dict.get, dict.__contains__, operator.attrgetter("forward")
 
+
 class Watch:
     """Places in tables of modules, with the objects that were there, and tables of hooks, which were empty.
 

@@ -57,23 +57,13 @@ class Table(nn.Module):
         return (self.rows + 1)[ids] * 2
 
 
-def test_the_op_of_a_graph_that_runs_as_a_function():
-    prepared = qtk.prepare_model(Table().eval(), IDS)
+@pytest.mark.parametrize(("net", "named"), [(Table, "gather:out"), (lookup, "0:out")])
+def test_the_op_of_a_graph_that_runs_as_a_function(net, named):
+    prepared = qtk.prepare_model(net().eval(), IDS)
     with torch.no_grad():
         for _ in range(3):
             prepared(IDS)
         with pytest.raises(IndexError) as caught:
             prepared(IDS + 30)
     assert any(frame.name == "run" for frame in caught.traceback)
-    assert failed_op(caught.value) == "gather:out (float32 [10, 8], int64 [2, 3] of 30…30)"
-
-
-def test_an_op_on_a_member_of_a_graph_that_runs_as_a_function():
-    prepared = qtk.prepare_model(lookup(), IDS)
-    with torch.no_grad():
-        for _ in range(3):
-            prepared(IDS)
-        with pytest.raises(IndexError) as caught:
-            prepared(IDS + 30)
-    assert any(frame.name == "run" for frame in caught.traceback)
-    assert failed_op(caught.value) == "0:out (float32 [10, 8], int64 [2, 3] of 30…30)"
+    assert failed_op(caught.value) == f"{named} (float32 [10, 8], int64 [2, 3] of 30…30)"
