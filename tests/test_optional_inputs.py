@@ -92,8 +92,9 @@ def model():
     return Classifier().eval()
 
 
-def simulation(first=PLAIN, others=ALL, data=None, **options):
-    sim = qtk.QuantSim(model(), first, variants=others, **options)
+def simulation(first=PLAIN, others=ALL, data=None, prepared=None, **options):
+    variants = others if prepared is None else ()
+    sim = qtk.QuantSim(prepared or model(), first, variants=variants, **options)
     sim.compute_encodings([first] if data is None else data, progress=False)
     return sim
 
@@ -107,13 +108,22 @@ def equal(a, b):
 
 
 @pytest.fixture(scope="module")
-def all_kinds():
-    return simulation(data=[PLAIN, KINDS["mask"]])
+def prepared():
+    return qtk.prepare_model(model(), PLAIN, variants=ALL)
+
+
+@pytest.fixture(scope="module")
+def all_kinds(prepared):
+    return simulation(data=[PLAIN, KINDS["mask"]], prepared=prepared)
+
+
+@pytest.fixture(scope="module")
+def with_labels():
+    return qtk.prepare_model(model(), PLAIN, variants=[KINDS["labels"]])
 
 
 @pytest.mark.medium
-def test_each_kind_of_call_computes_what_the_model_does():
-    prepared = qtk.prepare_model(model(), PLAIN, variants=ALL)
+def test_each_kind_of_call_computes_what_the_model_does(prepared):
     for inputs in (PLAIN, *ALL):
         output, expected = prepared(**inputs), model()(**inputs)
         assert type(output) is type(expected)
@@ -161,8 +171,8 @@ def qtk_alone(inputs):
 
 
 @pytest.mark.medium
-def test_training_with_labels_after_calibration_without():
-    sim = simulation(weight_bits=4, others=[KINDS["labels"]])
+def test_training_with_labels_after_calibration_without(with_labels):
+    sim = simulation(weight_bits=4, prepared=with_labels)
     assert sim.learn_ranges()
     optimizer = torch.optim.Adam([{"params": sim.weight_parameters()}, {"params": sim.range_parameters()}], 1e-2)
     sim.model.train()
@@ -179,8 +189,8 @@ def test_training_with_labels_after_calibration_without():
 
 
 @pytest.mark.medium
-def test_gradients_are_those_of_the_loss_outside():
-    inside, outside = simulation(others=[KINDS["labels"]]), simulation(others=())
+def test_gradients_are_those_of_the_loss_outside(with_labels):
+    inside, outside = simulation(prepared=with_labels), simulation(others=())
     inside.model(**KINDS["labels"]).loss.backward()
     cross_entropy(outside.model(**PLAIN).logits, LABELS).backward()
     other = dict(outside.model.named_parameters())
@@ -214,10 +224,11 @@ def test_copies_serve_all_kinds(all_kinds, copied):
 @pytest.mark.medium
 def test_save_and_load(tmp_path):
     variants = [KINDS["labels"], KINDS["mask"]]
-    sim = simulation(others=variants, data=[PLAIN, KINDS["mask"]])
+    prepared = qtk.prepare_model(model(), PLAIN, variants=variants)
+    sim = simulation(data=[PLAIN, KINDS["mask"]], prepared=prepared)
     sim.learn_ranges("head*")
     sim.save(tmp_path / "saved")
-    again = qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants)
+    again = qtk.QuantSim.load(tmp_path / "saved", prepared, PLAIN)
     for inputs in (PLAIN, *variants):
         assert equal(again.model(**inputs), sim.model(**inputs))
     with pytest.raises(EncodingError, match=r"graphs for 2 kinds of calls besides .* 0 variants are given"):
@@ -282,6 +293,7 @@ def test_hooks_of_the_model_that_a_kind_of_call_does_not_run_are_a_warning(recwa
     assert len(called) == 1
 
 
+@pytest.mark.medium
 def test_it_follows_to_another_dtype(all_kinds):
     twin = copy.deepcopy(all_kinds.model).to(torch.float64)
     assert twin(**KINDS["mask and labels"]).loss.dtype is torch.float64
@@ -304,8 +316,8 @@ def test_a_call_of_another_kind_says_what_to_add():
 
 
 @pytest.mark.medium
-def test_a_simulation_of_a_prepared_model_takes_inputs_of_its_first_kind(tmp_path):
-    prepared = qtk.prepare_model(model(), PLAIN, variants=[KINDS["labels"]])
+def test_a_simulation_of_a_prepared_model_takes_inputs_of_its_first_kind(with_labels, tmp_path):
+    prepared = with_labels
     for in_place in (False, True):
         with pytest.raises(CaptureError, match=r"of the kind of a variant.* pass inputs like .*first.*int64 \[16, 6\]"):
             qtk.QuantSim(prepared, KINDS["labels"], in_place=in_place)

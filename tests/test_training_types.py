@@ -404,6 +404,7 @@ def test_what_train_mode_does_otherwise_is_warned_of_once(model, match):
         sim.model.train()
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 def test_what_trains_alike_warns_of_nothing(pair):
     with warnings.catch_warnings():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.fx import config as fx_config
 
 from qtk.calls.calls import cloned, distinct
 from qtk.calls.inputs import is_free
@@ -40,6 +41,7 @@ ALL_LABEL, TOKENS_LABEL, BATCH_LABEL = "dynamic shapes", "dynamic batch and toke
 GIVEN_LABEL = "the given dynamic_shapes"
 LIMITED = (ALL_LABEL, TOKENS_LABEL)
 """The attempts that end with the time of ``tracing_for``."""
+_NO_TRACES = "do_not_emit_stack_traces"
 RUNGS = ("export", "fx + export")
 """The ways to capture a module as one graph, the better first."""
 
@@ -298,15 +300,22 @@ def _on_copies(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_torch() -> Iterator[None]:
-    """Silences the warnings, logs and stderr of torch's exporters; exceptions pass."""
-    level = logging.root.manager.disable
+    """Silences the warnings, logs and stderr of torch's exporters; exceptions pass.
+
+    From torch 2.14 on, nodes do not hold either where in the code they were made, which takes a twentieth of a capture.
+    """
+    level, traced = logging.root.manager.disable, fx_config.__dict__.get(_NO_TRACES)
     logging.disable(logging.CRITICAL)
     try:
+        if traced is not None:
+            setattr(fx_config, _NO_TRACES, True)
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
+        if traced is not None:
+            setattr(fx_config, _NO_TRACES, traced)
 
 
 def _is_functional(program: ExportedProgram) -> bool:

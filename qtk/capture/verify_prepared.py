@@ -21,6 +21,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.mapped_weights import bounded
+from qtk.nn.seed import set_seed
 from qtk.operators.targets import batch_norm_called, called_module
 from qtk.torch_private import branches, pytree
 
@@ -176,7 +177,7 @@ def _both_differences(expected: Outcome, actual: Outcome) -> float:
 def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     with torch.random.fork_rng(devices=[]), bounded(model):
-        torch.manual_seed(0)
+        set_seed(0)
         changed = noting_changes(model)
         output = pytree.tree_map(_copied, model(*args, **kwargs))
     after = dict(model.named_buffers())

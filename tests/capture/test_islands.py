@@ -95,6 +95,7 @@ def test_what_the_inputs_do_not_reach_is_an_error_unless_it_is_excluded_by_name(
     assert reasons["minus.weight"] == "its module is excluded"
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @every_model
 def test_keeps_names_and_tensors(name):
@@ -132,6 +133,7 @@ def test_every_weight_in_an_island_is_per_channel_under_its_full_name(name):
         assert torch.allclose(sim.encodings()[site].scale, weight.detach().abs().flatten(1).amax(1) / 127, rtol=0.01)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(4)
 @every_model
 def test_sites_are_named_by_the_path_in_the_whole_model(name):
@@ -163,6 +165,7 @@ def test_a_simulation_is_read_back_and_copied_whole_and_apart(name, tmp_path):
         assert all(bool(value.any()) for key, value in sim.model.state_dict().items() if key in weights(name))
 
 
+@pytest.mark.sample(3)
 @every_model
 def test_modes_reach_every_module(name):
     model, prepared = pair(name)
@@ -244,7 +247,7 @@ def test_gradients_are_the_originals_and_reach_every_weight_through_quantizers(n
     assert all(named[key] is not None and bool(named[key].isfinite().all()) for key in reached)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "excluded"),

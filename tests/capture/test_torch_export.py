@@ -122,6 +122,15 @@ def test_the_second_rung_is_a_symbolic_trace(capfd):
     assert logging.root.manager.disable == 0
 
 
+@pytest.mark.skipif(not hasattr(fx.config, "do_not_emit_stack_traces"), reason="torch < 2.14 has no such setting")
+@pytest.mark.parametrize("setting", [False, True])
+def test_no_node_holds_where_in_the_code_it_was_made(monkeypatch, setting):
+    monkeypatch.setattr(fx.config, "do_not_emit_stack_traces", setting)
+    program = capture(nn.Linear(4, 3).eval(), (torch.randn(2, 4),), {}, "batch").program
+    assert not [node for node in program.graph.nodes if "stack_trace" in node.meta]
+    assert fx.config.do_not_emit_stack_traces is setting
+
+
 def test_a_symbolic_trace_follows_the_defaults():
     model, x = OnlyTraceable().eval(), torch.randn(2, 4)
     found = capture(model, (torch.ones(2, 4),), {}, "batch")

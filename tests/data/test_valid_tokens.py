@@ -272,6 +272,7 @@ def test_layers_of_both_sides_see_their_tokens_alone():
         assert weights[0][name] == pytest.approx(error, rel=1e-3), name
 
 
+@pytest.mark.medium
 def test_a_mask_that_is_no_input_is_named():
     with pytest.raises(CalibrationError, match=r"'decoder_mask' names no input of this call, which has input_ids"):
         ranges([pair(4)[0]], ["attention_mask", "decoder_mask"])

@@ -35,7 +35,7 @@ def all_run(monkeypatch):
     return start
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_of_the_planner(name, all_run):
     prepared, inputs = pair(name)[1], ZOO[name].inputs()

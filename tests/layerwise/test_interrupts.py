@@ -52,6 +52,7 @@ def interrupted_by_the_system():
     print("never")
 
 
+@pytest.mark.medium
 def test_the_default_handler_of_the_system_is_let_through():
     shown = fresh.run(interrupted_by_the_system)
     assert shown.stdout == "done\n"

@@ -87,6 +87,7 @@ def test_all_ranks_have_the_sums_of_all_data(results):
         assert result["nothing"] is None
 
 
+@pytest.mark.medium
 def test_the_weight_product_is_summed_where_it_takes_the_place_of_e(results):
     expected = moments_of([0, 2], RequiredStatistics(), weight()).linear(weight())
     for result in results:

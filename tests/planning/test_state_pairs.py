@@ -133,6 +133,7 @@ def test_a_buffer_that_one_kind_of_call_writes_is_a_state_of_the_other(example, 
     assert "held" not in decided
 
 
+@pytest.mark.medium
 def test_a_count_of_calls_that_another_kind_of_call_reads_stays_in_float():
     class Counting(nn.Module):
         def __init__(self):

@@ -85,7 +85,7 @@ def test_modes_toggle_every_module(name):
     assert not any(module.training for module in prepared.eval().modules())
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @every_model
 def test_a_copy_is_whole_and_apart(name):
     entry, (model, prepared) = ZOO[name], pair(name)

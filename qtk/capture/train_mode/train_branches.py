@@ -15,6 +15,7 @@ from qtk.capture.train_mode.without_dropout import WithoutDropout
 from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.sites import prefixes
+from qtk.nn.seed import set_seed
 from qtk.torch_private import BatchNormBase, pytree
 
 LISTED = 4
@@ -109,7 +110,7 @@ def _events(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     handles += [module.register_forward_hook(events.leave, always_call=True) for module in modules]
     try:
         with torch.no_grad(), events:
-            torch.manual_seed(0)
+            set_seed(0)
             model(*detached(args), **detached(kwargs))
     finally:
         for handle in handles:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qtk.capture.train_mode.markers import MODULE, WRITING_MODULE
 from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY
+from qtk.nn.seed import set_seed
 from qtk.torch_private import DropoutBase, version_of
 
 TRIES = 8
@@ -96,7 +97,7 @@ def _act(module: nn.Module, x: Tensor) -> bool | None:
         with untouched(module), _other_random_states(), torch.no_grad():
             module.train()
             for seed in range(TRIES):
-                torch.manual_seed(seed)
+                set_seed(seed)
                 given = x.detach().clone()
                 output = module.forward(given)
                 if not isinstance(output, Tensor) or output.shape != x.shape or output.dtype != x.dtype:

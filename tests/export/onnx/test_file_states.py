@@ -107,6 +107,7 @@ def test_inputs_that_are_outputs_of_the_call_before_stand_beside_them(tmp_path):
     assert (state.output, state.first) == ("next", None)
 
 
+@pytest.mark.medium
 def test_broken_metadata_are_named(streams, tmp_path):
     _, _, file = streams
     model = onnx.load(file)

@@ -84,7 +84,7 @@ def test_scores_in_float_are_read_as_they_are(tmp_path):
     assert optimized_kinds(tmp_path / "out")["Max"] == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_it_the_integer_operator_computes_other_codes(tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_softmax_float")
     x = scores(4, 1.0)
@@ -143,8 +143,7 @@ def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
     assert (difference > 0.01).mean() < 0.005
 
 
-@pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_without_it_onnx_runtime_rounds_weights(name, tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_float_weights")
@@ -188,8 +187,7 @@ def test_float_biases_are_added_as_they_are(name, tmp_path):
     assert differing(name, tmp_path / "out", weight_bits=4, activation_bits=4) < 0.001
 
 
-@pytest.mark.sample(1)
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv", "linear"])
 def test_without_it_onnx_runtime_rounds_biases(name, tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_float_biases")
@@ -244,7 +242,7 @@ def test_scales_of_heads_are_not_taken_for_scales_of_columns(symmetric, tmp_path
     assert not kinds & {"QLinearConcat", "QLinearMatMul"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_it_onnx_runtime_refuses_its_own_fusion(tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_axis_scales_float")
     with pytest.raises(Exception, match="MatMulIntegerToFloat"):

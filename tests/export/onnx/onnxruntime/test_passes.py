@@ -85,6 +85,7 @@ def written(model, x, folder, given, opset=None):
     return folder / "model.onnx"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ALONE)
 def test_without_it(name, tmp_path, monkeypatch):
