@@ -299,6 +299,7 @@ def test_it_follows_to_another_dtype(all_kinds):
     assert twin(**KINDS["mask and labels"]).loss.dtype is torch.float64
 
 
+@pytest.mark.medium
 def test_trainers_read_the_signature_of_the_original(all_kinds):
     for read in (inspect.signature(all_kinds.model.forward), inspect.signature(copy.deepcopy(all_kinds.model).forward)):
         assert list(read.parameters) == ["input_ids", "attention_mask", "labels", "output_hidden", "return_dict"]

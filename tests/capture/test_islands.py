@@ -120,6 +120,7 @@ def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
             entry.run(sim.model)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(5)
 @every_model
 def test_every_weight_in_an_island_is_per_channel_under_its_full_name(name):
@@ -165,6 +166,7 @@ def test_a_simulation_is_read_back_and_copied_whole_and_apart(name, tmp_path):
         assert all(bool(value.any()) for key, value in sim.model.state_dict().items() if key in weights(name))
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @every_model
 def test_modes_reach_every_module(name):
@@ -204,6 +206,7 @@ def test_the_code_of_the_model_itself_sees_its_mode():
     assert not torch.equal(outputs[True], outputs[False])
 
 
+@pytest.mark.medium
 @every_model
 def test_follows_to_another_dtype(name):
     entry = PYTHON[name]
@@ -216,6 +219,7 @@ def test_follows_to_another_dtype(name):
     assert equal(twin(*args, **kwargs), model(*args, **kwargs))
 
 
+@pytest.mark.medium
 @every_model
 def test_follows_to_another_device(name):
     entry, sim = PYTHON[name], copy.deepcopy(simulated(name).model)
@@ -230,6 +234,7 @@ def test_follows_to_another_device(name):
         assert {leaf.device.type for leaf in pytree.tree_leaves(island(*args, **kwargs))} == {"meta"}
 
 
+@pytest.mark.medium
 @every_model
 def test_gradients_are_the_originals_and_reach_every_weight_through_quantizers(name):
     entry, (model, prepared) = PYTHON[name], pair(name)

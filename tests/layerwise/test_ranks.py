@@ -94,6 +94,7 @@ def test_the_weight_product_is_summed_where_it_takes_the_place_of_e(results):
         torch.testing.assert_close(result["linear"], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_what_is_held_out_is_summed_apart(results):
     first, second = (moments_of([rank], RequiredStatistics(holdout=Holdout(0.5))).held_out for rank in (0, 2))
     assert 0 < first.rows < 5
@@ -101,6 +102,7 @@ def test_what_is_held_out_is_summed_apart(results):
         torch.testing.assert_close(result["held out"], first.gram + second.gram, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_sample_rows_come_from_all_ranks_in_their_order(results):
     first, second = moments_of([0]), moments_of([2])
     rows = torch.cat([torch.cat([moments.sample[0] for moments in (first, second)], 1)[:, ::2]], 1)
@@ -108,12 +110,14 @@ def test_sample_rows_come_from_all_ranks_in_their_order(results):
         torch.testing.assert_close(result["sample"][0], rows)
 
 
+@pytest.mark.medium
 def test_the_sums_of_a_rank_stay_its_own_and_are_not_gathered(results):
     assert torch.equal(results[0]["local"], moments_of([0]).gram)
     for result in results:  # sums of 3 · 96² numbers; only layouts and at most 7 sample rows travel as objects
         assert result["gathered"] < WIDTH * WIDTH
 
 
+@pytest.mark.medium
 def test_what_is_wrong_on_one_rank_is_said_on_all(results):
     assert [result["problem"] for result in results] == [
         "CalibrationError: rank 1: ValueError: a full disk", "ValueError: a full disk",
