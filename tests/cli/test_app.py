@@ -188,17 +188,24 @@ def test_without_arguments_table_and_files_are_there(digits, models):
         assert (folder / "summary.txt").read_text().count(model) == 4
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 COLUMNS = {"top-1": "top1", "SQNR, dB": "sqnr_db", "size, bytes": "size_bytes",
            "ONNX Runtime top-1": "onnxruntime_top1", "agreement": "onnxruntime_agreement"}
 TOLERANCE = {"top1": 0.005, "onnxruntime_top1": 0.005, "onnxruntime_agreement": 0.005, "sqnr_db": 1.0}
 """Other CPUs and threads sum in another order, so that a few of the 540 predictions may change."""
 
 
-def readme_table():
-    """(model, setting) → the figures that the README shows, by their keys in summary.json."""
-    lines = README.partition("<!-- demo-table:begin")[2].partition("<!-- demo-table:end")[0].splitlines()
+def demo_table(text):
+    """The header and the rows of the table of a document."""
+    lines = text.partition("<!-- demo-table:begin")[2].partition("<!-- demo-table:end")[0].splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return header, rows
+
+
+def shown_figures():
+    """(model, setting) → the figures that docs/cli.md shows, by their keys in summary.json."""
+    header, rows = demo_table(PAGE)
     assert header[2:] == list(COLUMNS)
     return {
         (model, setting.lower()): {key: number(cell) for key, cell in zip(COLUMNS.values(), cells, strict=True)}
@@ -214,12 +221,12 @@ def number(cell):
 
 
 @pytest.mark.medium
-def test_the_readme_shows_what_a_run_gives(models):
+def test_the_page_shows_what_a_run_gives(models):
     runs = {(model, setting): record for model, settings in models.items() for setting, record in settings.items()}
-    assert {model for model, _ in readme_table()} == set(FLOORS)
-    table = {(model, setting): shown for (model, setting), shown in readme_table().items() if model in models}
+    assert {model for model, _ in shown_figures()} == set(FLOORS)
+    table = {(model, setting): shown for (model, setting), shown in shown_figures().items() if model in models}
     assert list(table) == list(runs)
-    (torch_version,) = re.findall(r"measured with PyTorch (\d+\.\d+)", README)
+    (torch_version,) = re.findall(r"measured with PyTorch (\d+\.\d+)", PAGE)
     for row, shown in table.items():
         for key, value in shown.items():
             found = runs[row].get(key)
@@ -229,6 +236,18 @@ def test_the_readme_shows_what_a_run_gives(models):
                 assert abs(found - value) <= TOLERANCE[key], (row, key)
             elif version("torch").startswith(f"{torch_version}."):  # another release writes another graph
                 assert found == value, row
+
+
+def test_the_readme_shows_the_figures_of_the_page():
+    """A row a model: top-1 in float, W8A8, W4A8 and by the search, the size of W4A8 over that of float, agreement."""
+    figures = shown_figures()
+    _, rows = demo_table((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [model for model, *_ in rows] == list(dict.fromkeys(model for model, _ in figures))
+    for model, *top1, size, agreement in rows:
+        assert [number(cell) for cell in top1] == [figures[model, name]["top1"] for name in ("fp32", *SETTINGS)]
+        ratio = figures[model, "w4a8"]["size_bytes"] / figures[model, "fp32"]["size_bytes"]
+        assert float(size) == round(ratio, 2)
+        assert number(agreement) == min(figures[model, name]["onnxruntime_agreement"] for name in SETTINGS)
 
 
 @pytest.mark.medium
