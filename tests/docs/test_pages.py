@@ -174,10 +174,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted([*PAGES, "reference-config.md", "reference-recipe.md"])
 
 
-def test_every_link_of_the_readme_leads_to_a_file() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+@pytest.mark.parametrize("path", ["README.md", "docs/llms.txt"])
+def test_every_link_leads_to_a_file(path: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / path).read_text(encoding="utf-8"))
     assert links
-    assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert [link for link in links if not ((ROOT / path).parent / link).is_file()] == []
 
 
 def test_a_planted_fault_is_found() -> None:
