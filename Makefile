@@ -8,6 +8,7 @@
 # make test-oldest  the tests with the oldest torch that is promised, in .venv-oldest
 # make lint    ruff and mypy alone
 # make docs    the documentation as a site in build/site
+# make dist    a wheel, which compiles its C++ kernels when qtk build-kernels is called, and the sources, in dist/
 # make bench   the benchmarks; ARGS="--quick" is passed on
 # make bench-gpu  the tables of benchmarks/RESULTS.md that need a GPU, in ten minutes; without a GPU it says so and fails
 # An active virtual environment is used instead of .venv.
@@ -33,7 +34,7 @@ PYTEST   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -
 ROOM    ?=
 PLACES   = $(if $(ROOM),$(or $(shell $(PYTHON3) tests/rooms.py $(ROOM)),$(error there is no room $(ROOM): no folder of this name in tests or qtk)))
 
-.PHONY: demo docs quick test test-all test-kernels test-oldest planted pytest lint bench bench-gpu clean
+.PHONY: demo dist docs quick test test-all test-kernels test-oldest planted pytest lint bench bench-gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
@@ -97,6 +98,11 @@ $(STAMPS)/docs: $(SOURCES) | $(PYTHON)
 $(PYTHON):
 	$(PYTHON3) -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --upgrade pip
+
+dist: $(PYTHON)
+	$(PYTHON) -m pip install --quiet "setuptools>=77"
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -c "from setuptools.build_meta import build_sdist; build_sdist('dist')"
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -54,6 +54,10 @@ class ExportError(QtkError, RuntimeError):
     """A file could not be written or read back, or its outputs differ from the simulation's."""
 
 
+class BuildError(QtkError, RuntimeError):
+    """The C++ kernels could not be compiled."""
+
+
 def first_line(error: BaseException) -> str:
     r"""An error in one line: its type and the first line of its message.
 

@@ -1,4 +1,4 @@
-"""The command ``qtk``: quantize, export, compare, inspect, verify, targets."""
+"""The command ``qtk``: quantize, export, compare, inspect, verify, targets, build-kernels."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from qtk.cli.recipe import Recipe, load_recipe
 from qtk.config.files import shipped
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, QtkError
+from qtk.kernels.native_build import build as build_native
 from qtk.report.summary import Summary
 
 EMBEDDED = "digits"
@@ -222,6 +223,13 @@ def targets(
         kept = targeting.check(check, results_console(), target=target, as_json=as_json)
     if not kept:
         raise typer.Exit(1)
+
+
+@app.command(name="build-kernels")
+def build_kernels(show_traceback: Traceback = False) -> None:
+    """Compile the C++ kernels of the CPU for the torch that is installed; it takes some minutes."""
+    with _errors(show_traceback=show_traceback):
+        results_console().print(f"written to {build_native()}", markup=False, highlight=False)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The kernel backends: the C++ library, which ``setup.py`` builds if there is a compiler, and Triton."""
+"""The kernel backends: the C++ library, which is built if there is a compiler, and Triton."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from qtk.kernels.native_build import NAME
 from qtk.public import public
 
 DISABLE = "QTK_DISABLE_NATIVE"
@@ -17,8 +18,7 @@ DISABLE = "QTK_DISABLE_NATIVE"
 DISABLE_TRITON = "QTK_DISABLE_TRITON"
 """Environment variable: set to 1, the reference runs instead of the Triton kernels."""
 
-LIBRARY = Path(__file__).parents[1] / "_native_6.so"
-"""The number is the one in ``setup.py``, so that a library built from an older interface is not loaded."""
+LIBRARY = Path(__file__).parents[1] / f"{NAME}.so"
 
 
 @public
@@ -41,12 +41,12 @@ def load_native() -> str | None:
     if _is_set(DISABLE):
         return f"switched off by {DISABLE}"
     if not LIBRARY.exists():
-        return "not built; run pip install --no-build-isolation --editable . where a C++ compiler is"
+        return "not built; run qtk build-kernels where a C++ compiler is"
     try:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
     except OSError as error:
         first = str(error).strip().splitlines()[0]
-        return f"built for another torch than {torch.__version__}, build it again: {first}"
+        return f"built for another torch than {torch.__version__}, run qtk build-kernels: {first}"
     return None
 
 

@@ -15,8 +15,8 @@ PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(enc
 MODULE_OF = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
 """Distributions whose module has another name."""
 
-WITH_TORCH = {"triton"}
-"""What PyTorch installs where it can be used."""
+WITH_TORCH = {"setuptools", "triton"}
+"""What PyTorch installs, Triton where it can be used."""
 
 BY_NAME = {"timm", "transformers"}
 """What is imported under a name that the user gives: ``timm:resnet18``, ``hf:FOLDER``."""

@@ -4,14 +4,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import qtk
 from qtk.kernels import backends
-from qtk.kernels.backends import DISABLE, DISABLE_TRITON, LIBRARY, load_native, triton_unavailable
+from qtk.kernels.backends import DISABLE, DISABLE_TRITON, load_native, triton_unavailable
 
 
 @pytest.fixture
@@ -24,11 +23,6 @@ def with_gpu(monkeypatch):
     triton_unavailable.cache_clear()
     yield monkeypatch
     triton_unavailable.cache_clear()
-
-
-def test_setup_builds_the_library_that_is_looked_for():
-    root = Path(qtk.__file__).parents[1]
-    assert f'NATIVE = "{LIBRARY.stem}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.medium
@@ -48,7 +42,7 @@ def test_a_variable_that_is_0_or_empty_switches_nothing_off(value, monkeypatch, 
     monkeypatch.setattr(backends, "LIBRARY", tmp_path / "nothing.so")
     monkeypatch.setenv(DISABLE, value)
     reason = load_native.__wrapped__()
-    assert reason.startswith("not built; run pip install" if value in ("", "0") else f"switched off by {DISABLE}")
+    assert reason.startswith("not built; run qtk build-kernels" if value in ("", "0") else f"switched off by {DISABLE}")
 
 
 def test_a_library_that_does_not_load_gives_the_reason(monkeypatch, tmp_path):
@@ -57,7 +51,7 @@ def test_a_library_that_does_not_load_gives_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(backends, "LIBRARY", library)
     monkeypatch.delenv(DISABLE, raising=False)
     reason = load_native.__wrapped__()
-    assert reason.startswith(f"built for another torch than {torch.__version__}, build it again: ")
+    assert reason.startswith(f"built for another torch than {torch.__version__}, run qtk build-kernels: ")
     assert str(library) in reason
     assert "\n" not in reason
 

@@ -1,0 +1,67 @@
+"""Compiles the C++ library of the CPU kernels, for ``setup.py`` and for ``qtk build-kernels``.
+
+``setup.py`` reads this file by its path, when qtk cannot be imported yet.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+NAME = "_native_6"
+"""The number goes up when Python and C++ must change together; ``backends.py`` looks for it."""
+
+# no library for OpenMP is linked: its symbols are those of the one that torch has loaded, and so are its threads
+COMPILE_ARGS = ("-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+ARCHITECTURE = "QTK_ARCH"
+"""Environment variable, of x86 processors: compiles the inner loops for one alone, as x86-64-v3 for AVX2, in place of
+one version for each of several."""
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCES = next((path for path in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if path.is_dir()), PACKAGE / "csrc")
+"""In an installed package inside it, in a checkout beside it."""
+
+
+def extension(folder: Path) -> Extension:
+    """The extension of the sources in ``folder``, for the torch that is installed."""
+    from torch.utils.cpp_extension import CppExtension
+
+    arch = os.environ.get(ARCHITECTURE)
+    arguments = [*COMPILE_ARGS, *([f"-DQTK_ARCH={arch}"] if arch else [])]
+    sources = sorted(str(path) for path in folder.glob("*.cpp"))
+    return CppExtension(f"qtk.{NAME}", sources, extra_compile_args=arguments)  # type: ignore[no-untyped-call]
+
+
+def build(parent: Path = PACKAGE.parent) -> Path:
+    """Compiles the library into ``parent / "qtk"``.
+
+    Returns: the path of the library.
+    Raises: BuildError if a compiler, the sources or the right to write there are missing.
+    """
+    from qtk.errors import BuildError
+
+    try:
+        return _built(parent)
+    except Exception as error:  # whatever setuptools and the compiler say
+        raise BuildError(f"the C++ kernels cannot be compiled into {parent / 'qtk'}: {error}; install g++ 11 or newer, "
+                         "or go on without them: the results are the same bits, slower") from error
+
+
+def _built(parent: Path) -> Path:
+    from setuptools import Distribution
+    from torch.utils.cpp_extension import BuildExtension
+
+    if not SOURCES.is_dir():
+        raise FileNotFoundError(f"no sources at {SOURCES}")
+    with tempfile.TemporaryDirectory() as scratch:
+        command = BuildExtension(Distribution({"name": "qtk", "ext_modules": [extension(SOURCES)]}),
+                                 no_python_abi_suffix=True)
+        command.build_lib, command.build_temp, command.inplace = str(parent), scratch, False
+        command.ensure_finalized()
+        command.run()
+    return parent / "qtk" / f"{NAME}.so"
