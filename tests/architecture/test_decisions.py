@@ -64,7 +64,8 @@ def test_the_page_lists_every_room() -> None:
 
 @pytest.mark.parametrize("text", [
     "# Decisions\n\n**D-a-2. It is so.** Why.", "# Decisions\n\n**D-b-1. It is so.** Why.",
-    "# Decisions\n\n**D-a-1. It is so.** Why.\n\nAn aside.", "# Decisions\n\n**D-a-1. It is so.** Why.\n\n**D-a-3. So.**",
+    "# Decisions\n\n**D-a-1. It is so.** Why.\n\nAn aside.",
+    "# Decisions\n\n**D-a-1. It is so.** Why.\n\n**D-a-3. So.**",
 ])
 def test_a_planted_fault_is_found(text: str) -> None:
     assert list(faults("a", text))
