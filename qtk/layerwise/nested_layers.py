@@ -22,7 +22,7 @@ class NestedLayers:
     """Collects the statistics of all layers inside a module, over all calls of each.
 
     The layers are updated together afterwards, which changes their inputs on the quantized path. In experiments it was
-    better not to correct for that change (docs/decisions.md): statistics are of one path only.
+    better not to correct for that change (D-layerwise-3): statistics are of one path only.
 
     The weight of a call is recognized by identity: it is the parameter, or the output of its quantizer.
 

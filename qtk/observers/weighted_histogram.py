@@ -13,7 +13,7 @@ from qtk.ops.statistics import histogram_of_squares
 
 UNIFORM = 0.05
 """Share of the weights that is spread evenly: an error counts even where no gradient was seen, as beyond the reach of a
-saturated function, for a derivative says nothing of a step as long as the range (docs/decisions.md)."""
+saturated function, for a derivative says nothing of a step as long as the range (D-calibration-5)."""
 
 
 class WeightedHistogram(Histogram):

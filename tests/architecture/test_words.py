@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "qtk/*/DECISIONS.md")
 
 
 @dataclass(frozen=True)
