@@ -35,7 +35,10 @@ NO_GPU = ("no GPU: torch.cuda.is_available() is false. Nothing was measured and 
 
 @dataclass(frozen=True)
 class Section:
-    """One benchmark and its table: ``columns`` of its CSV file → headings."""
+    """One benchmark and its table: ``columns`` of its CSV file → headings.
+
+    Where ``across`` is given, every entry of these columns gets a column of the table; its cells hold ``values``.
+    """
 
     name: str
     script: str
@@ -43,23 +46,28 @@ class Section:
     columns: Mapping[str, str]
     quick: tuple[str, ...] = ("--quick",)
     csv: str = "--csv"
+    across: tuple[str, ...] = ()
+    values: tuple[str, str] = ("", "")
 
     def command(self, into: Path, *, quick: bool) -> list[str]:
         options = [*self.options, *(self.quick if quick else ())]
         return [sys.executable, str(BENCHMARKS / self.script), *options, self.csv, str(into)]
 
 
-KERNEL = {"action": "", "kind": "dtype", "granularity": "scales", "way": "way", "elements": "elements",
-          "median_us": "µs", "times_copy": "× copy_", "share_of_bandwidth": "of the copy's bandwidth"}
+KERNEL = {"action": "pass", "kind": "dtype", "granularity": "scales", "way": "way", "median_us": "µs",
+          "times_copy": "× copy_"}
 MODEL = {"model": "model", "dtype": "dtype", "batch": "batch", "run": "run", "way": "way", "median_ms": "ms",
          "ratio": "× float"}
 ON_GPU = ("--device", "cuda")
 AIMET = ("AIMET",) if importlib.util.find_spec("aimet_torch") else ()
 SECTIONS = (
-    Section("kernels", "kernels/bench_fake_quantize.py", (*ON_GPU, "--sizes", "64", "--repeats", "5"), KERNEL),
+    Section("kernels", "kernels/bench_fake_quantize.py", (*ON_GPU, "--sizes", "64", "--repeats", "5"), KERNEL,
+            across=("action", "way"), values=("median_us", "times_copy")),
     Section("launch", "kernels/bench_launch.py", (*ON_GPU, "--repeats", "9"),
-            {"way": "one call on 1 MiB", "median_us": "µs", "times_copy": "× copy_"}),
-    Section("simulation", "models/bench_simulation.py", (*ON_GPU, "--batch-size", "64", "--dtype", "bfloat16"), MODEL),
+            {"way": "way", "median_us": "µs", "times_copy": "× copy_"},
+            across=("way",), values=("median_us", "times_copy")),
+    Section("simulation", "models/bench_simulation.py", (*ON_GPU, "--batch-size", "64", "--dtype", "bfloat16"), MODEL,
+            across=("way",), values=("median_ms", "ratio")),
     Section("layerwise", "calibration/bench_layerwise.py",
             (*ON_GPU, "--granularities", "per_channel", "128", "--ways", "SeqMSE", "GPTQ", *AIMET,
              "--repeats", "3"),
@@ -81,6 +89,20 @@ def markdown(rows: Sequence[Mapping[str, str]], columns: Mapping[str, str]) -> s
     lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_shown(row[column]) for column in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def spread(rows: Sequence[Mapping[str, str]], section: Section) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """The rows and columns of a table with a column for every entry of ``section.across``."""
+    keys = [column for column in section.columns if column not in (*section.across, *section.values)]
+    columns = {key: section.columns[key] for key in keys}
+    table: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        heading = ", ".join(row[column] for column in section.across)
+        columns[heading] = heading
+        first, second = (_shown(row[value]) for value in section.values)
+        line = table.setdefault(tuple(row[key] for key in keys), {key: row[key] for key in keys})
+        line[heading] = f"{first} ({second})"
+    return [{column: line.get(column, "") for column in columns} for line in table.values()], columns
 
 
 def _shown(value: str) -> str:
@@ -111,8 +133,11 @@ def described(section: Section, rows: Sequence[Mapping[str, str]], device: str, 
     made = {key: rows[0][key] for key in ("commit", "torch", "triton", "backend") if key in rows[0]}
     command = " ".join(["python", f"benchmarks/{section.script}", *(f'"{option}"' if " " in option else option
                                                                     for option in section.options)])
-    setting = ", ".join([device, *(f"{key} {value}" for key, value in made.items())])
-    return f"`{command}`, {today:%B %Y}, {setting}:\n\n{markdown(rows, section.columns)}"
+    setting = ", ".join([f"{today:%B %Y}", device, *(f"{key} {value}" for key, value in made.items())])
+    if not section.across:
+        return f"`{command}`\n{setting}:\n\n{markdown(rows, section.columns)}"
+    units, brackets = (section.columns[value] for value in section.values)
+    return f"`{command}`\n{setting}; {units} ({brackets}):\n\n{markdown(*spread(rows, section))}"
 
 
 def measured(section: Section, *, quick: bool, timeout_s: float) -> list[dict[str, str]] | str:

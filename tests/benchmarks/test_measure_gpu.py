@@ -32,7 +32,17 @@ ROWS = [{"commit": "abc", "torch": "2.15", "way": "qtk", "median_us": "12.3456",
 
 def test_a_table_shows_three_digits_and_dashes():
     assert driver.markdown(ROWS, LAUNCH.columns).splitlines() == [
-        "| one call on 1 MiB | µs | × copy_ |", "|---|---|---|", "| qtk | 12.3 | 1.5 |", "| copy_ | 12,346 | – |"]
+        "| way | µs | × copy_ |", "|---|---|---|", "| qtk | 12.3 | 1.5 |", "| copy_ | 12,346 | – |"]
+
+
+def test_a_table_has_a_column_for_every_way():
+    rows = [{"action": action, "kind": "float32", "granularity": scales, "way": "qtk", "median_us": us,
+             "times_copy": "1.234"}
+            for action, scales, us in [("forward", "tensor", "12.34"), ("forward", "block", "1500"),
+                                       ("backward", "block", "")]]
+    assert driver.markdown(*driver.spread(rows, driver.SECTIONS[0])).splitlines() == [
+        "| dtype | scales | forward, qtk | backward, qtk |", "|---|---|---|---|",
+        "| float32 | tensor | 12.3 (1.23) | – |", "| float32 | block | 1,500 (1.23) | – (1.23) |"]
 
 
 def test_a_table_goes_between_its_marks_alone():
@@ -83,7 +93,7 @@ def test_what_failed_is_named_and_the_rest_written(monkeypatch, tmp_path, capsys
     assert driver.main(["--only", "launch", "kernels"]) == 1
     assert "kernels: no table: broken" in capsys.readouterr().err
     written = results.read_text(encoding="utf-8")
-    assert "| qtk | 12.3 | 1.5 |" in written
+    assert "| 12.3 (1.5) | 12,346 (–) |" in written
     with (tmp_path / "launch_gpu.csv").open(newline="", encoding="utf-8") as file:
         assert list(csv.DictReader(file)) == ROWS
     assert not (tmp_path / "kernels_gpu.csv").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.pages import DOCS
 
-SCRIPTS = sorted(DOCS.glob("pictures/draw_*.py"))
+SCRIPTS = sorted([*DOCS.glob("pictures/draw_*.py"), *DOCS.parent.glob("benchmarks/results/draw_*.py")])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
