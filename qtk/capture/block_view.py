@@ -26,7 +26,7 @@ from qtk.torch_private import MODULE_TABLES, OpOverload
 class Block(Holder):
     """A part of a captured graph as a module, with the members of the module whose calls it computes.
 
-    Its tables of members are those of ``holder``: what is moved, trained, sharded or replaced in one is so in both.
+    Its tables of members are ``holder``'s own: what is moved, trained, sharded or replaced in one is so in both.
 
     Args:
         holder: the module of the prepared model.

@@ -33,7 +33,7 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import CALL_ATTRIBUTES, OpOverload, branches, call_structure, pytree, schema_of
 
 KNOWN_NAMESPACES = "aten", "qtk"
-"""Of operators that have a tag if they are random; those of others may be without."""
+"""Namespaces whose random operators have a tag; random operators of other namespaces may lack it."""
 
 VARIABLE = re.compile(r"\bv\d+\b")
 

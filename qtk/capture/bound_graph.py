@@ -16,7 +16,7 @@ from qtk.graph.graphs import graphs
 MOST_CALLS_LEFT = 16
 """Calls after which a graph that was often changed is bound again, at most."""
 MOST_FUNCTIONS = 4
-"""States of a graph whose functions are kept: those of its modes, mostly."""
+"""States of a graph whose functions are kept, at most; most states are modes of the graph."""
 
 
 class Binding:

@@ -72,7 +72,7 @@ class _Matching:
         if called_module(node) is None and structure != other_structure:
             return None
         equal = 0
-        for mine, its in zip(arguments, others, strict=False):  # a composite may take a mask besides
+        for mine, its in zip(arguments, others, strict=False):  # a composite may also take a mask
             if isinstance(mine, fx.Node) and isinstance(its, fx.Node) and _is_value(mine) and _is_value(its):
                 its = self._named.get(_name(its), its)
                 if self._pairs.get(mine) is its:

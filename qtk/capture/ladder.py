@@ -212,7 +212,9 @@ def _on_rung(
 def _with_known_inputs(
     model: nn.Module, call: Call, capturing: Callable[..., Capture], dynamic_shapes: DynamicShapes, *, can: bool
 ) -> tuple[Capture, tuple[int, ...]]:
-    """A capture, and the leaves whose values are written into it: if it can be, those of ``known_inputs``.
+    """Captures; if that fails and ``can`` is set, captures with the values of ``known_inputs`` in the graph.
+
+    Returns: the capture, and the leaves whose values are in the graph.
 
     Raises: CaptureError of the capture without, if that does not help.
     """

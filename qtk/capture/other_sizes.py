@@ -1,4 +1,4 @@
-"""Compares a captured graph with its module at other sizes than those of the example inputs.
+"""Compares a captured graph with its module at other sizes than the example inputs have.
 
 The example shows one length of each axis. ``torch.export`` finds by reading the code which lengths the graph serves,
 and is wrong both ways: it frees an axis on a condition that nobody checks later, or fixes one that the module takes at
@@ -56,7 +56,7 @@ class SizeGuard:
 
 
 class OtherSizes:
-    """Runs a module and its graph at other sizes than those of an example, until the time is up.
+    """Runs a module and its graph at other sizes than an example has, until the time is up.
 
     Args as of ``try_other_sizes``.
     """

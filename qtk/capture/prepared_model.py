@@ -186,7 +186,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     @property
     def sizes(self) -> ServedSizes:
-        """What is known of the sizes it serves, besides the shapes of its placeholders."""
+        """The sizes it serves, as far as known beyond the shapes of its placeholders."""
         sizes: ServedSizes = self.meta.get(SIZES, ServedSizes())
         return sizes
 
@@ -258,7 +258,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 class PreparedTree(PreparedModel):
     """A model that keeps its own Python, with captured graphs in place of some of its submodules.
 
-    Reading or setting an attribute of the tree reads or sets that of its parent.
+    Reading or setting an attribute of the tree reads or sets the parent's attribute.
 
     Args:
         parent: a copy of the model whose submodules are graphs or stay Python.
@@ -268,7 +268,7 @@ class PreparedTree(PreparedModel):
         super().__init__()
         self.meta = {}
         self.training = parent.training
-        self.__dict__[PARENT] = parent  # not a submodule: its members are those of this module
+        self.__dict__[PARENT] = parent  # not a submodule: its members are the members of this module
         if isinstance(parent, torch.jit.ScriptModule):  # its tables are no dicts
             self._modules = dict(parent.named_children())
             self._parameters = dict(parent.named_parameters(recurse=False))

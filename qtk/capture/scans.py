@@ -227,7 +227,7 @@ class _Empty(NamedTuple):
 
 
 def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object:
-    """A tensor, or a length, of other sizes: free ones multiplied ``by`` factors, those of one length ``doubled``."""
+    """A tensor, or a length, of other sizes: free sizes times factors ``by``, sizes equal to ``doubled`` times 2."""
 
     def resized(size: Any) -> int:
         return 2 * size if not is_free(size) and size == doubled else length_when(size, by)

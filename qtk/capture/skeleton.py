@@ -99,7 +99,7 @@ class Skeleton:
 
 
 def _modules_in(value: object, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in an attribute: those of no tree, such as a teacher in a list, stay shared."""
+    """The modules in an attribute; modules of no tree, such as a teacher in a list, stay shared."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, nn.Module):
             yield leaf

@@ -94,7 +94,7 @@ def capture(
         args: positional arguments.
         kwargs: keyword arguments.
         dynamic_shapes: see ``DynamicShapes``.
-        rungs: those of ``RUNGS`` to try.
+        rungs: the rungs of ``RUNGS`` to try.
         owns_inputs: the program leaves its inputs as they are, where the model writes to them; nobody reads them
             afterwards.
         unfree: axes that stay fixed, by the number of the leaf in the arguments.

@@ -31,13 +31,13 @@ from qtk.operators.targets import attribute, called_module, path_of
 from qtk.torch_private import DropoutBase
 
 ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm, Scan)
-"""Modules that capture adds to those of the original."""
+"""Modules that capture adds to the modules of the original."""
 
 
 def refuse_explicit_shapes(dynamic_shapes: DynamicShapes) -> None:
-    """Raises: CaptureError if the dynamic shapes are those of one graph, and variants were given."""
+    """Raises: CaptureError if variants were given with explicit dynamic shapes, which describe one graph."""
     if dynamic_shapes not in ("batch", "all", None):
-        raise CaptureError("explicit dynamic_shapes are those of one graph, and variants need one for each kind of "
+        raise CaptureError("explicit dynamic_shapes describe one graph, and variants need one for each kind of "
                            "call; give 'batch', 'all' or None")
 
 
@@ -230,7 +230,7 @@ def _module_used(node: fx.Node) -> nn.Module | None:
 
 
 def _move(mine: nn.Module, theirs: nn.Module, root: nn.Module) -> None:
-    """Adds to ``mine``, in the tree of ``root``, what ``theirs`` has besides."""
+    """Copies into ``mine``, in the tree of ``root``, every parameter, buffer and child that only ``theirs`` has."""
     mine._non_persistent_buffers_set |= theirs._non_persistent_buffers_set
     for table in ("_parameters", "_buffers"):
         for name, value in theirs.__dict__[table].items():

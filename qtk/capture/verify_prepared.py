@@ -169,7 +169,7 @@ def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
 
 
 def _both_differences(expected: Outcome, actual: Outcome) -> float:
-    """Largest difference of outputs, and of the buffers of ``expected``; a prepared model has constants besides."""
+    """Largest difference of outputs, and of the buffers of ``expected``; a prepared model also has constants."""
     buffers = {name: buffer for name, buffer in actual.buffers.items() if name in expected.buffers}
     return max(_difference(expected.output, actual.output), _difference(expected.buffers, buffers, what="buffer "))
 

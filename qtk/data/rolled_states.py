@@ -1,7 +1,7 @@
 """Hands the states of a model to its next call, while data run through it.
 
 A state is an input that is an output of the call before (``states_of``), or a buffer that forward writes. The first is
-handed on here; a buffer goes on by itself, and is as before when the data end.
+passed to the next call here; a buffer goes on by itself, and is as before when the data end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RolledStates:
 
     Args:
         model: a prepared model; one without states is left alone.
-        data: the batches; all are the steps of one sequence, but those of ``Sequences``.
+        data: the batches; all are the steps of one sequence, unless they are ``Sequences``.
 
     Raises: CalibrationError for sequences without a model with states.
     """

@@ -62,7 +62,7 @@ class Sequences:
 
 
 def like(data: object, batches: list[object]) -> list[object] | Sequences:
-    """``batches``, with sequences that begin as those of ``data``, if these say where."""
+    """``batches``, with sequences that begin as in ``data``, if ``data`` say where."""
     return Sequences(batches, reset=data.reset) if isinstance(data, Sequences) else batches
 
 

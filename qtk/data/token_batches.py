@@ -213,7 +213,7 @@ def _decoder_tokens(batch: Batch, is_encoder_decoder: bool | None) -> tuple[Tens
 
 
 def _repeats(labels: Tensor, ids: object) -> bool:
-    """Whether labels are those of a decoder alone: its ids, in place or moved by one, where they are not negative."""
+    """Whether labels repeat the ids of a decoder alone, in place or moved by one, where they are not negative."""
     if not isinstance(ids, Tensor) or ids.shape != labels.shape:
         return False
     pairs = (labels, ids), (labels[:, :-1], ids[:, 1:])

@@ -124,7 +124,7 @@ class ValidTokens:
         return self._selector(node, None if self._running is None else self._running[node])
 
     def counted_at(self, node: fx.Node, value: Tensor) -> Tensor | None:
-        """Which elements of the value of ``node``, in the call of its graph that is running, are those of valid tokens.
+        """Which elements of the value of ``node``, in the call of its graph that is running, belong to valid tokens.
 
         Returns: bool, of the shape of ``value``; ``None``: all.
         """
@@ -149,17 +149,17 @@ class ValidTokens:
         return rows
 
     def counted(self, quantizer: Quantizer, value: Tensor) -> Tensor | None:
-        """Which elements of what ``quantizer`` returns are those of valid tokens; asked for once for each of its calls.
+        """Which elements of what ``quantizer`` returns belong to valid tokens; asked for once for each of its calls.
 
         Returns: bool, of the shape of ``value``; ``None``: all.
         """
         return None if self.valid is None else _elements(self.selector(quantizer), value)
 
     def counted_of_output(self, value: Tensor) -> Tensor | None:
-        """Which elements of a value that the model, or ``forward``, returned are those of valid tokens.
+        """Which elements of a value that the model, or ``forward``, returned belong to valid tokens.
 
-        The tokens are followed to what a graph returns. Another value whose first two axes are those of a mask is taken
-        to have its tokens; all elements of what has no tokens count.
+        The tokens are followed to what a graph returns. Another value whose first two axes match a mask is taken to
+        have the tokens of the mask; all elements of what has no tokens count.
 
         Returns: bool, of the shape of ``value``; ``None``: all.
         """

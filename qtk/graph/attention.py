@@ -45,7 +45,7 @@ class AttentionReads:
 def attentions(graph: fx.Graph, flow: Flow) -> Iterator[AttentionReads]:
     """The attentions of a graph, quantized or not, in order.
 
-    An attention in small ops is a product with values of what a softmax made of another product, that of queries with
+    An attention in small ops is a product of a softmax with values, where the softmax reads the product of queries and
     keys, whatever is between (scales, masks, soft caps, sinks, dropout). A factor that is a parameter is none.
 
     >>> import qtk, torch
@@ -75,7 +75,7 @@ def cache_quantizers(flow: Flow, operand: Operand) -> list[Quantizer]:
 
 
 def is_assembled(flow: Flow, operand: Operand) -> bool:
-    """Whether the entries of one head come from several layers, side by side: those of keys that a latent is made into.
+    """Whether the entries of one head come from several layers, side by side, as for keys computed from a latent.
 
     A cache holds what these are made from, as in DeepSeek's attention.
     """

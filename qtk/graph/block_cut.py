@@ -110,7 +110,7 @@ class _Plan:
         self._place_quantizers_and_parameters()
 
     def ordered(self) -> list[_Unit]:
-        """The calls, and the nodes outside them, in an order in which they can run: that of the graph, if it will do.
+        """The calls, and the nodes outside them, in an order in which they can run: the graph's order, if possible.
 
         Raises: CaptureError if there is none.
         """
@@ -134,7 +134,7 @@ class _Plan:
         return sorted(entering, key=self._argument_rank)
 
     def sizes(self, call: _Call) -> dict[fx.Node, tuple[fx.Node, int]]:
-        """The sizes that enter a call and are those of a tensor that enters it: the tensor and its axis."""
+        """The sizes that enter a call and equal a length of a tensor that enters it: the tensor and the axis."""
         entering = self.inputs(call)
         known = {
             _expression(size): (node, axis) for node in reversed(entering)

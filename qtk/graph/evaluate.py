@@ -50,7 +50,7 @@ def evaluate(node: fx.Node, values: dict[fx.Node, Any], *, bypass_quantizers: bo
 
     Args:
         node: a node.
-        values: the known values, including those of the inputs. Changed: every computed value is added.
+        values: the known values, including the values of the inputs. Changed: every computed value is added.
         bypass_quantizers: return the inputs of quantizers instead of calling them.
     """
     pending = [node]

@@ -47,7 +47,7 @@ class Flow:
         return self._static[node]
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether the elements are those of a static value, moved; which of them may depend on data (indices)."""
+        """Whether the elements come from a static value by movement; data (indices) may decide which of them."""
         return self._static[self.root(node)]
 
     def is_constant(self, node: fx.Node) -> bool:

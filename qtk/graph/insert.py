@@ -63,7 +63,7 @@ def insert(
 
 
 def _quantizers(plan: QuantPlan, values: Collection[Site], known: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
-    """Leader → its quantizer, the known one or a new one; those of int32 biases are new: they belong to two others."""
+    """Leader → its quantizer, known or new; a quantizer of an int32 bias is always new: it follows two others."""
     quantizers = {
         site: known.get(site) or Quantizer(decided.spec, site=site.name, cache=decided.static and site in values,
                                            static=decided.static)

@@ -95,7 +95,7 @@ def join(path: str, name: str) -> str:
 
 
 def prefixes(path: str) -> list[str]:
-    """A module path and those of the modules around it, the outermost, ``""``, first.
+    """A module path and the paths of the modules around it, the outermost, ``""``, first.
 
     >>> prefixes("blocks.0.attn")
     ['', 'blocks', 'blocks.0', 'blocks.0.attn']
@@ -122,7 +122,7 @@ def value_site(node: fx.Node) -> Site:
 
 
 def set_value_site(node: fx.Node, site: Site | None) -> None:
-    """Gives the value of ``node`` a site of its own, or with ``None`` that of its op again."""
+    """Gives the value of ``node`` a site of its own, or with ``None`` the site of its op again."""
     others = {key: text for key, text in (node.meta.get("custom") or {}).items() if key != VALUE}
     node.meta["custom"] = others if site is None else {**others, VALUE: "\n".join((site.owner, site.op, site.port))}
 

@@ -146,7 +146,7 @@ class _Result:
         return self._same(self._sources[query]) if isinstance(query, fx.Node) and query in self._sources else None
 
     def elementwise(self, row: OpRow) -> TokenLayout | None:
-        """The layout of the operand whose axes are those of the result."""
+        """The layout of the operand that has the axes of the result."""
         return self._elementwise()
 
     def _element(self, source: fx.Node, layout: TokenLayout) -> TokenLayout | None:
@@ -205,7 +205,7 @@ class _Result:
         return None if any(factor.is_row for factor in moved) else self._same(layout)
 
     def _elementwise(self) -> TokenLayout | None:
-        """The layout of the operand whose axes are those of the result; any of the others may be broadcast."""
+        """The layout of the operand that has the axes of the result; any other operand may be broadcast."""
         lengths = _lengths(self._node)
         for layout in sorted(self._sources.values(), key=_keys, reverse=True):
             shift = len(lengths) - len(layout.axes)
@@ -247,12 +247,12 @@ def _has_values(node: fx.Node) -> bool:
 
 
 def _is_sized(node: fx.Node) -> bool:
-    """Whether the lengths of a value are known, not decided by data as those of ``nonzero``."""
+    """Whether the lengths of a value are known, not decided by data as ``nonzero`` does."""
     return all(map(has_length_hint, _value(node).shape))
 
 
 def _lengths(node: fx.Node) -> tuple[int, ...]:
-    """Of the axes of a value; those of the first of several."""
+    """Axis lengths of a value; for a tuple, of its first element."""
     return tuple(length_hint(length) for length in _value(node).shape)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "_native_6"
 """The number goes up when Python and C++ must change together; ``backends.py`` looks for it."""
 
-# no library for OpenMP is linked: its symbols are those of the one that torch has loaded, and so are its threads
+# no OpenMP library is linked: symbols and threads come from the OpenMP library that torch has loaded
 COMPILE_ARGS = ("-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 ARCHITECTURE = "QTK_ARCH"
 """Environment variable, of x86 processors: compiles the inner loops for one alone, as x86-64-v3 for AVX2, in place of

@@ -30,8 +30,8 @@ SAMPLE_ROWS = 2048
 class AdaRound:
     """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.
 
-    Each output takes the result of coordinate descent, from GPTQ's weights or those of an earlier method, if its error
-    is lower; with ``through_activation`` there is no such comparison.
+    Each output takes the result of coordinate descent, from GPTQ's weights or an earlier method's, if the error of this
+    result is lower; with ``through_activation`` there is no such comparison.
 
     Args:
         iterations: steps of Adam, at most a million.

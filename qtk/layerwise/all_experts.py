@@ -2,7 +2,7 @@
 
 A router chooses experts by the order of its scores (top-k). All that its choice decides, up to the inputs of the
 experts, is computed once more for each of several choices that were not made by the scores: all tokens to the first k
-experts, then to the next k, and so on. The outputs of the experts, and what follows, stay those of the router's choice.
+experts, then to the next k, and so on. From the outputs of the experts on, the model follows the router's choice.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ FLOAT, QUANTIZED = 0, 1
 """The paths."""
 SEED = 0
 OUTPUTS_KEPT = 1 << 24
-"""Numbers of the model's float outputs up to which those of all batches are kept, to compare with."""
+"""Elements of the model's float outputs, over all batches, up to which the outputs are kept, to compare with."""
 
 
 class BlockRun:

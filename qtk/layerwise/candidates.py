@@ -1,4 +1,4 @@
-"""The candidates for the update of a layer, of which that of least error on held-out data is taken.
+"""Tries candidates for the update of a layer; the candidate with the least error on held-out data is taken.
 
 With a prior, methods see the Gram matrix ``H + prior · mean(diag H) I``: as if that part of the data were noise of
 equal power in all columns. The stronger it is, the less they rely on what only these data have. The prior is at least
@@ -134,7 +134,7 @@ class _Judge:
 
     @classmethod
     def of(cls, start: LayerState, moments: SecondMoments) -> _Judge:
-        """By other data than those of ``start``."""
+        """A judge by ``moments``: statistics of other data than ``start`` has."""
         gram, linear = moments.gram_as(start.dtype), moments.linear(start.to_gemm(start.float_weight))
         return cls(start, moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])))
 

@@ -32,7 +32,7 @@ class CoordinateDescent:
     Args:
         passes: over all columns, at most; it ends when a pass changes nothing.
         scales: before each pass, give every scale its best value for the present codes; scales stored in few bits, and
-            those of scattered columns, stay what they are.
+            scales of scattered columns, stay unchanged.
 
     Raises: CalibrationError if ``passes`` is out of range.
     """
@@ -82,7 +82,7 @@ class _Scales:
         weight: the float weights.
         index: of every weight's scale.
         block: number of consecutive columns that share one.
-        product: of the float weights with the Gram matrix, where a scale is that of all columns.
+        product: of the float weights with the Gram matrix, where all columns share one scale.
 
     Shape: all but ``block`` [groups, outputs, columns].
     """

@@ -40,7 +40,7 @@ def sorts_ids(node: fx.Node) -> bool:
 
 
 def sorted_stably(node: fx.Node, x: Tensor) -> Any:
-    """What a sort returns for ``x`` where equal ones stay in order, so that rows of one expert are in that of samples.
+    """The result of the sort ``node`` for ``x``, made stable: the rows of one expert keep the order of the samples.
 
     >>> import torch
     >>> graph = fx.symbolic_trace(lambda x: x).graph

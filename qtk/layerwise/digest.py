@@ -12,7 +12,7 @@ from qtk.torch_private import pytree
 
 
 def digest(values: Iterable[object]) -> str:
-    """Digest of all leaves of pytrees; that of a tensor includes dtype and shape, not device and strides.
+    """Digest of all leaves of pytrees; the digest of a tensor includes dtype and shape, not device and strides.
 
     >>> x = torch.ones(2, 3)
     >>> digest([x]) == digest([x.mT.contiguous().mT]), digest([x]) == digest([x.mT])

@@ -35,7 +35,7 @@ def choose_each(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner
 
 
 def _has_own_scales(state: LayerState) -> bool:
-    """Whether no scale is that of several matrices."""
+    """Whether no two matrices share a scale."""
     axes, scale, shape = state.geometry.axes, state.encoding.scale, state.weight.shape
     return axes is not None and scale.ndim == len(shape) and state.encoding.spec.scale_format is None and all(
         scale.shape[axis] == shape[axis] for axis in axes.separate
@@ -66,7 +66,7 @@ def _states(start: LayerState) -> Iterator[LayerState]:
 
 
 def _joined(start: LayerState, states: Sequence[LayerState]) -> LayerState:
-    """The state whose matrices are those of ``states``."""
+    """Joins ``states``, one for each matrix, to the state of the stack."""
     axes, encoding = start.geometry.axes, start.encoding
     assert axes is not None
 

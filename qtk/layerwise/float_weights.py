@@ -55,7 +55,7 @@ class FloatWeights:
 
         Args:
             of: the weight quantizers of the layers that get them; ``None``: of all.
-            but: those of layers that keep what they have.
+            but: the weight quantizers of layers that stay unchanged.
         """
         placed = [(own, kept) for quantizer, own, kept in self._kept
                   if (of is None or quantizer in of) and quantizer not in but]

@@ -31,7 +31,7 @@ class LayerState:
         weight: the weight so far, before its quantizer.
         encoding: of the weight, so far.
         bias: so far; ``None`` where the layer has none.
-        float_bias: that of the float model.
+        float_bias: the bias of the float model.
         moments: statistics of the layer's input.
         error: of the output, as a function of the change of the weight.
         activation: the function that alone reads the output, if there is one.
@@ -124,7 +124,7 @@ class LayerState:
     def of_outputs(self, outputs: slice) -> LayerState | None:
         """The layer with some of its outputs alone; ``None`` where these are not rows of the weight, each with scales.
 
-        The moments stay those of the whole layer.
+        The moments stay the statistics of the whole layer.
         """
         scale, zero_point, axis = self.encoding.scale, self.encoding.zero_point, self._output_axis
         if axis is None or scale.ndim <= axis or scale.shape[axis] != self.weight.shape[axis] \

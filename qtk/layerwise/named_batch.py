@@ -13,7 +13,7 @@ from qtk.public import NOT_OURS, raised_by_us
 
 @contextmanager
 def named_batch(batch: int, call: Call) -> Iterator[None]:
-    """Names the batch in the errors of the body. Raises: CalibrationError for those of torch."""
+    """Names the batch in the errors of the body. Raises: CalibrationError in place of an error of the model."""
     try:
         yield
     except QtkError as error:

@@ -52,13 +52,13 @@ class LayerwiseOptions:
             correction alone, and losses other than the squared error, are not judged: they see all data.
         start: what a layer starts from that an earlier call has changed: ``float``, its float weight, bias and the
             encoding it had then; ``present``, the result of that call. ``None``: ``present`` for bias correction alone,
-            else ``float``, with a warning. The float model is that of the originals in either case.
+            else ``float``, with a warning. The float model has the original weights in either case.
         keep_originals: keep the float weights and biases of changed layers for later calls, in host memory, with
             ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
             simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
         calibrate_all_experts: take the statistics of mixtures of experts with every token sent to every expert, not
             to those that the router chooses; costs as many runs of the experts as there are experts for one chosen.
-            The outputs of experts, and what follows, stay those of the router's choice.
+            From the outputs of experts on, the model follows the router's choice.
         sparsity: ``2:4`` prunes two of four weights along the input axis of every layer first, those with which its
             output changes least; methods see the mask, as they see the zeros of a weight that is pruned already, which
             none of them moves (of weights with at least 30 % exact zeros). Layers that it does not fit stay dense, and

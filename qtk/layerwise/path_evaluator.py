@@ -114,7 +114,7 @@ class PathEvaluator:
             values[node] = (first, *(self.evaluate(node, values, path) for path in range(1, len(self.quantized))))
 
     def keep_float(self, parameters: Sequence[Tensor | None]) -> None:
-        """Copies those of ``parameters``, which are about to change, that the float path reads."""
+        """Copies the ``parameters`` that the float path reads, before they change."""
         for name, (tensor, _) in self._last_reads.items():
             is_kept = name in self._float_copies  # before another part of it was updated
             if False in self.quantized and not is_kept and any(tensor is parameter for parameter in parameters):

@@ -38,7 +38,7 @@ def sum_over_ranks(
     gathered.
 
     Args:
-        moments: those of this rank.
+        moments: the statistics of this rank.
         device: device of the result.
         problem: an exception of this rank, to be raised on all.
 
@@ -91,7 +91,8 @@ def _shapes(layouts: Sequence[_Layout]) -> dict[str, tuple[int, ...]]:
         agree = agree and all(shapes.get(name, shape) == shape for name, shape in layout.shapes.items())
         shapes.update(layout.shapes)
     if not agree or {"linear", "cross"} <= shapes.keys():
-        raise CalibrationError("ranks collect different statistics of a layer; quantize the same model alike")
+        raise CalibrationError("ranks collect different statistics of a layer; quantize the same model with the same "
+                               "settings on every rank")
     return dict(sorted(shapes.items()))
 
 

@@ -61,7 +61,7 @@ def data_of(layer: WeightedLayer, op: fx.Node) -> fx.Node | None:
 
 
 def has_rows_by_data(node: fx.Node, *, is_float: bool = False) -> bool:
-    """Whether data decide a length of a value, as those of ``nonzero``; with ``is_float`` only of real numbers."""
+    """Whether data decide a length of a value, as ``nonzero`` does; with ``is_float`` only of real numbers."""
     value = node.meta.get("val")
     tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
     tensors = [each for each in tensors if each.is_floating_point() or not is_float]
@@ -82,9 +82,9 @@ def _computations(
     Args:
         graph: the graph.
         path: its path.
-        numbers: of all computations so far. Changed: those of this graph are added.
-        is_island: whether inputs are the same as those of other islands; else values whose rows data do not choose are
-            as different as their ops.
+        numbers: of all computations so far. Changed: the computations of this graph are added.
+        is_island: whether inputs are the same as the inputs of other islands; else values whose rows data do not choose
+            are as different as their ops.
     """
     found: dict[fx.Node, int] = {}
     for index, node in enumerate(graph.graph.nodes):

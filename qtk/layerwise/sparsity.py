@@ -26,7 +26,7 @@ KEPT_FROM = 0.3
 
 
 def with_zeros(state: LayerState, sparsity: Sparsity | None) -> LayerState:
-    """The state with the zeros that methods keep, those of a mask that is chosen among them.
+    """The state with the zeros that methods keep, with the zeros of a mask that is chosen here.
 
     Raises: CalibrationError if a mask is to be chosen and the damped Hessian has no inverse.
     """
@@ -42,7 +42,7 @@ def with_zeros(state: LayerState, sparsity: Sparsity | None) -> LayerState:
 
 
 def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[Tensor | None, bool]:
-    """The zeros that methods keep, and whether they have a 2:4 mask: that of ``weight``, else a pruned float weight's.
+    """The zeros that methods keep, of ``weight`` with a 2:4 mask, else of a pruned float weight; whether a mask exists.
 
     Shape: the zeros bool, as ``weight``; ``None`` if none are kept.
     """

@@ -116,7 +116,7 @@ def only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph |
 class _Input:
     """A value that several layers may read with the same geometry; they share its statistics.
 
-    Not those of a stack of matrices, which have the ``use`` to find the rows of each.
+    Layers with stacks of matrices do not share them: ``use`` finds the rows of each matrix of one layer.
     """
 
     value: fx.Node
@@ -326,7 +326,7 @@ class _GraphWalk:
                 uses.append(self._moments[layer_input] if is_shared else self._moments.pop(layer_input))
         if len(uses) < 2:
             return uses[0] if uses else None
-        total = SecondMoments(uses[0].geometry, uses[0].required)  # other layers may share those of the uses
+        total = SecondMoments(uses[0].geometry, uses[0].required)  # other layers may share the statistics in uses
         for use in uses:
             total.merge(use)
         return total

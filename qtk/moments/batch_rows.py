@@ -1,4 +1,4 @@
-"""The rows of the values of a batch: those whose tokens count, and those of the samples that are held out."""
+"""The rows of the values of a batch: rows of tokens that count, and rows of the samples that are held out."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class BatchRows:
 
     @staticmethod
     def _axes_of(graph: CapturedGraph, call: Call) -> TokenMasks | None:
-        """Tensors whose axes are those of the samples and tokens of a call; ``None`` if no input has two axes."""
+        """Tensors whose axes are the samples and tokens of a call; ``None`` if no input has two axes."""
         if call.valid is not None:
             return call.valid
         leaves = [leaf for leaf in input_leaves(graph.graph, call.args, call.kwargs) if isinstance(leaf, Tensor)]

@@ -46,7 +46,7 @@ class Holdout:
             batch: its index.
             samples: how many samples the batch has; ``None``: the first axis of ``x`` counts them. They are taken to be
                 along the first axis of this length, else the outer part of the first axis.
-            axes: the first of ``x``, among which that of the samples is searched.
+            axes: how many leading axes of ``x`` the axis of samples is searched among.
 
         Shape: as ``x``, but the axis of samples.
 
@@ -72,7 +72,7 @@ def holdout_of(
         fraction: of the data, or of the labels.
         groups: the labels of the batches.
         num_batches: how many there are.
-        every_label: those of the batches of all ranks, in the same order on all, so that all hold out the same;
+        every_label: the labels of the batches of all ranks, in the same order on all, so that all hold out the same;
             ``None``: ``groups``.
 
     Raises: CalibrationError if ``fraction`` is not in [0, 1), or for labels of which none can be held out.

@@ -16,7 +16,7 @@ class MatrixRows:
     """Rows in the order of the matrices that they meet.
 
     Args:
-        rows: the rows of the first matrix, then those of the second, and so on.
+        rows: the rows of the first matrix, then the rows of the second, and so on.
         counts: how many rows each matrix has.
         owner: the matrix of each row, in the order in which the op reads them.
 

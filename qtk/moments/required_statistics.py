@@ -22,7 +22,7 @@ class RequiredStatistics:
         gram: whether to sum H and E; without them only means.
         dtype: in which the products of one batch are formed.
         holdout: the samples whose statistics are summed apart from the others; ``None``: none.
-        is_added_up: whether they are added to those of other layers, so that they may not depend on the weight.
+        is_added_up: whether they are added to other layers' statistics, so that they may not depend on the weight.
     """
 
     block: int | None = None

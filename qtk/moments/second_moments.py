@@ -82,7 +82,7 @@ class SecondMoments:
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """All sums so far, float64, by name; those of two sets of samples add up to those of both."""
+        """All sums so far, float64, by name; the sums of two sets of samples add up to the sums of both."""
         self._carry()
         return self._sums
 
@@ -110,7 +110,7 @@ class SecondMoments:
         """``wᵀ E``, ``None`` where both inputs were one. Shape: as ``weight``, and in its dtype.
 
         Args:
-            weight: w, [groups, outputs, columns]; that of the layer, if one was given.
+            weight: w, [groups, outputs, columns]; the weight of the layer, if one was given.
         """
         if not self.has_two_inputs:
             return None
@@ -122,7 +122,7 @@ class SecondMoments:
         return product.transpose(1, 2).reshape(weight.shape)
 
     def gram_as(self, dtype: torch.dtype) -> Tensor:
-        """``gram`` in another dtype; in that of the products without converting to float64, if possible.
+        """``gram`` in another dtype; in the dtype of the products without converting to float64, if possible.
 
         Raises: CalibrationError as ``gram``.
         """
@@ -251,7 +251,7 @@ class SecondMoments:
         self._observe_groups([None if not len(x) else (x, float_x) for x, float_x in pairs])
 
     def of_matrix(self, index: int) -> SecondMoments:
-        """The statistics of one matrix of a stack, as those of a layer."""
+        """The statistics of one matrix of a stack, as of a layer of its own."""
         sums = {name: total[index:index + 1] for name, total in self.sums.items()}
         counts = self.counts
         assert counts is not None

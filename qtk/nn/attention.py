@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     @property
     def p(self) -> float:
-        """Dropout probability of the attention weights in train mode, that of the dropout in ``core``."""
+        """Dropout probability of the attention weights in train mode, stored in the dropout of ``core``."""
         return self._dropout.p
 
     @p.setter

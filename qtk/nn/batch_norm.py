@@ -51,7 +51,7 @@ def batch_norm(
     num_batches_tracked: Tensor | None,
     module: nn.Module,
 ) -> Tensor:
-    """The batch norm whose settings (mode, momentum, eps) are those of ``module`` now; updates statistics in place.
+    """The batch norm with the present settings (mode, momentum, eps) of ``module``; updates statistics in place.
 
     ``module`` is torch's own, whose own count of batches is used, or ``BatchNorm``. What a freezing helper puts in the
     place of one (weights and statistics are buffers) normalises by its statistics in both modes.
@@ -92,7 +92,7 @@ def batch_norm(
 
 
 def _only_normalises(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is torch's own; that of a subclass may do more, which is in the graph."""
+    """Whether the forward of ``module`` is torch's own; a subclass's may do more, which is in the graph."""
     return type(module).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)
 
 

@@ -35,7 +35,7 @@ class SumOfProducts(nn.Module):
     """a · b + c · d, fused."""
 
     def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        """Shape: all four alike."""
+        """Shape: all four the same."""
         return torch.addcmul(a * b, c, d)
 
 
@@ -43,5 +43,5 @@ class Blend(nn.Module):
     """share · old + (1 - share) · new."""
 
     def forward(self, new: Tensor, old: Tensor, share: Tensor) -> Tensor:
-        """Shape: all three alike."""
+        """Shape: all three the same."""
         return torch.lerp(new, old, share)

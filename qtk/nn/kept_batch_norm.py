@@ -4,7 +4,7 @@ With scale = γ / √(running variance + eps), per output channel, folding makes
 ``weight · scale`` and the bias ``bias · scale + β - running mean · scale``. Its quantizers see these two while the
 batch norm is live too (Jacob et al., arXiv:1712.05877, §3.2; Krishnamoorthi, arXiv:1806.08342, §3.2.2). In eval mode
 the layer computes with them, and the batch norm returns its input: the folded layer, bit for bit. In train mode the
-quantized weight is divided by the scale again, and the batch norm normalises by the statistics of the batch: those of
+quantized weight is divided by the scale again, and the batch norm normalises by the batch statistics of the output of
 the layer with this weight. The scale follows the running statistics, not the batch, so that codes do not change from
 one batch to the next.
 """
@@ -67,8 +67,8 @@ def scale_now(weight: Tensor | None, running_var: Tensor, module: nn.Module) -> 
 def along_channels(values: Tensor, shape: tuple[int, ...], axis: int, groups: int = 1) -> Tensor:
     """One value per output channel of a layer, laid out so that it broadcasts to the weight.
 
-    Shape: ``values`` [out]; result broadcastable to ``shape``, that of the weight, whose output channels are at
-        ``axis``: 0, or 1 with ``groups`` groups of them along axis 0.
+    Shape: ``values`` [out]; result broadcastable to ``shape``, the shape of the weight, whose output channels are
+        at ``axis``: 0, or 1 with ``groups`` groups of them along axis 0.
 
     >>> along_channels(torch.arange(4), (6, 2, 3), axis=1, groups=2).squeeze(-1).tolist()
     [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3]]
@@ -90,7 +90,7 @@ def scaled_weight(weight: Tensor, scale: Tensor, axis: int, groups: int) -> Tens
 def shifted_bias(
     bias: Tensor | None, scale: Tensor, norm_bias: Tensor | None, running_mean: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The bias · scale + β - running mean · scale, in ``dtype``, that of the weight. Shape: all [C]."""
+    """The bias · scale + β - running mean · scale, in ``dtype``, the dtype of the weight. Shape: all [C]."""
     shift = -running_mean.to(scale.dtype) * scale
     if norm_bias is not None:
         shift = shift + norm_bias
@@ -154,7 +154,7 @@ def unscaled_weight(
     """``folded``, quantized, divided by the scale.
 
     Where γ is 0 the folded weight is 0 whatever the weight, and nothing is lost by its rounding: there it is ``weight``
-    itself, so that the statistics of the batch, and the gradient of γ, are those of the float model.
+    itself, so that the statistics of the batch, and the gradient of γ, are as in the float model.
     """
     scale = along_channels(scale_now(norm_weight, running_var, module), tuple(weight.shape), axis, groups)
     result: Tensor = _Unscaled.apply(folded, scale, weight.detach())

@@ -139,7 +139,7 @@ class _Pages:
         return int(os.pread(self._memory, 128, 0).split()[2]) * PAGE
 
     def drop(self) -> None:
-        """Drops them, but those of tensors that were written since; of a tensor that was rewritten its new ones."""
+        """Drops these pages from memory, except of tensors written since; of a tensor that moved, the new pages."""
         moved = [each.tensor for each in self._known if each.tensor.data_ptr() != each.address]
         self._known = [each for each in self._known if each.tensor.data_ptr() == each.address
                        and each.tensor._version == each.version]

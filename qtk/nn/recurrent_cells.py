@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qtk.nn.elementwise import Add, Blend, Linear, Multiply, SumOfProducts
 
 PARTIAL_PRODUCTS = frozenset({"projection", "hidden_projection", "reset_hidden"})
-"""Names of the modules whose results are only summed, in front of gates; the first is that of ``Step``."""
+"""Names of the modules whose results are only summed, in front of gates; ``projection`` is a module of ``Step``."""
 
 SUMS = frozenset({"gates", "reset_sum", "update_sum", "new_sum", "sum"})
 """Of the modules that compute these sums."""

@@ -38,7 +38,7 @@ def descend_(
     for begin in range(0, gram.shape[-1], COLUMNS_AT_ONCE):
         columns = slice(begin, begin + COLUMNS_AT_ONCE)
         here = rounded[..., columns]
-        moves = here.clone()  # becomes that of the change
+        moves = here.clone()  # becomes the change
         here.addcmul_(half_gradient[..., columns], step[:, None, columns])
         round_with_feedback(columns, here, moves, gram[:, columns, columns] * step[:, columns, None])
         change[..., columns] += moves

@@ -29,7 +29,7 @@ def dynamic_range(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of tensors with minimum ``low`` and maximum ``high``.
 
-    Shape: ``low``, ``high`` float32, any; results alike, float32 and int32, no zero point if symmetric.
+    Shape: ``low``, ``high`` float32, any; results the same, float32 and int32, no zero point if symmetric.
 
     >>> dynamic_range(torch.tensor([-1.0]), torch.tensor([254.0]), 0, 255, symmetric=False)
     (tensor([1.]), tensor([1], dtype=torch.int32))

@@ -3,7 +3,7 @@
     effective scale      = max(|scale|, SMALLEST_SCALE)
     effective zero point = round_half_even(clamp(zero_point, qmin, qmax))        where it is a learned float
 
-The gradient of the scale is multiplied by its sign; that of the zero point is a straight-through estimator. Calibrated
+The gradient of the scale is multiplied by its sign; the zero point has a straight-through gradient. Calibrated
 scales are positive and calibrated zero points integer, so both are unchanged.
 """
 
@@ -27,7 +27,7 @@ def effective_scale(scale: Tensor) -> Tensor:
 
 
 def effective_scale_backward(effective_gradient: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of ``scale``, given that of its effective scale; 0 where the scale is clamped to ``SMALLEST_SCALE``."""
+    """Gradient of ``scale`` from the gradient of the effective scale; 0 where it is clamped to ``SMALLEST_SCALE``."""
     return torch.where(scale.abs() >= SMALLEST_SCALE, effective_gradient * scale.sign(), 0.0)
 
 

@@ -32,7 +32,7 @@ def format_of(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDt
 
 
 def round_to(x: Tensor, format: FloatDtype) -> Tensor:
-    """The nearest numbers of ``format``. Shape: ``x`` float32, any; result alike.
+    """The nearest numbers of ``format``. Shape: ``x`` float32, any; result the same.
 
     >>> from qtk.core.dtypes import DTYPES
     >>> round_to(torch.tensor([0.24, 0.25, 0.75, 2.5, -5.0, 99.0]), DTYPES["fp4_e2m1"])
@@ -66,7 +66,7 @@ def fake_quantized(x: Tensor, scale: Tensor, block_size: Sequence[int], format: 
 def fake_quantize_backward(
     grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and ``scale``. Shape: as these; dtypes those of ``grad`` and float32."""
+    """Gradients of ``x`` and ``scale``. Shape: as these; dtypes: as ``grad``, and float32."""
     inside, error = derivative_by_scale(x, scale, block_size, format)
     grad_split = grad.reshape(inside.shape)
     dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, grad_split, 0.0).reshape(x.shape))
@@ -85,7 +85,9 @@ def derivative_by_scale(
 
 
 def to_bits(numbers: Tensor, format: FloatDtype) -> Tensor:
-    """The bits of numbers of ``format``: sign, exponent, mantissa. Shape: ``numbers`` float32, any; result int64 alike.
+    """The bits of numbers of ``format``: sign, exponent, mantissa.
+
+    Shape: ``numbers`` float32, any; result the same, int64.
 
     >>> from qtk.core.dtypes import DTYPES
     >>> to_bits(torch.tensor([0.5, 1.0, 6.0, -0.5]), DTYPES["fp4_e2m1"]).tolist()
@@ -96,7 +98,7 @@ def to_bits(numbers: Tensor, format: FloatDtype) -> Tensor:
 
 
 def from_bits(bits: Tensor, format: FloatDtype) -> Tensor:
-    """The numbers whose bits ``to_bits`` gives. Shape: ``bits`` an integer dtype, any; result float32 alike."""
+    """The numbers whose bits ``to_bits`` gives. Shape: ``bits`` an integer dtype, any; result the same, float32."""
     magnitudes = _magnitudes(format)
     return torch.cat([magnitudes, -magnitudes]).to(bits.device)[bits.long()]
 

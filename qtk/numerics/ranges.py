@@ -63,7 +63,7 @@ def covering_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
 def held_scale(scale: Tensor, zero_point: Tensor | float, spec: QuantSpec) -> Tensor:
     """The scale, reduced where needed so that every code dequantizes to a finite float32.
 
-    Shape: ``scale`` any, ``zero_point`` alike; result float32.
+    Shape: ``scale`` any, ``zero_point`` the same; result float32.
     """
     if not isinstance(zero_point, Tensor):
         zero_point = scale.new_full((), zero_point, dtype=torch.float64)

@@ -9,7 +9,7 @@ and as int16 where it is learned,
 
     round((round(steps) - steps) · RESOLUTION) inside, EXACT_ZERO where x = 0, LOW, HIGH or NOT_A_NUMBER outside.
 
-The gradients are those of ``qtk.numerics.straight_through``, in which ``round(steps) - steps`` has an error of at most
+The gradients follow ``qtk.numerics.straight_through``, but ``round(steps) - steps`` has an error of at most
 ``1 / (2 · RESOLUTION)`` = 2⁻¹⁷: as much as float32 leaves of it in ``x / scale`` with 8 bits.
 """
 
@@ -82,7 +82,7 @@ def fake_quantize_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x``, ``scale`` and ``zero_point`` from the residual; those not wanted are empty.
 
-    Shape: ``grad`` and ``residual`` as x; results as those of ``qtk.numerics.straight_through``.
+    Shape: ``grad`` and ``residual`` as x; results as in ``qtk.numerics.straight_through``.
 
     Raises: SpecError if scale or zero point do not fit; ValueError if a gradient of the range is wanted of a fixed one.
     """

@@ -28,7 +28,7 @@ def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     A block of zeros has scale 1 where the format allows it.
 
     Shape: ``amax``, the largest magnitude of each block, and ``scale``, as it would be stored in float32: float32, the
-    qparam shape; result alike.
+    qparam shape; result the same.
     """
     match spec.scale_format:
         case ScaleFormat.E8M0:
@@ -88,7 +88,7 @@ def power_of_two(amax: Tensor, element_exponent: int) -> Tensor:
 
     OCP Microscaling Formats 1.0, section 6.3.
 
-    Shape: ``amax``, the largest magnitude of each block, float32, any; result alike.
+    Shape: ``amax``, the largest magnitude of each block, float32, any; result the same.
 
     >>> power_of_two(torch.tensor([6.0, 1.0, 0.0]), 2).tolist()
     [1.0, 0.25, 0.125]
@@ -142,7 +142,7 @@ def integer_multiples(scale: Tensor, axis: int, *, bits: int) -> tuple[Tensor, T
     ``channel_scale = max(scale) / 2^bits`` over all blocks of an index of ``axis``, ``stored = clamp(round(scale /
     channel_scale), 1, 2^bits)``: low power blockwise quantization; int4 codes times ``bits=4`` fit int8.
 
-    Shape: ``scale``, those of the blocks, float32, [..., axis, ...]; the scales alike, and the channel scale with every
+    Shape: ``scale`` of the blocks, float32, [..., axis, ...]; the stored scales the same, the channel scale with every
     other axis of length 1.
 
     Raises: SpecError if ``bits`` is not 1…8.

@@ -50,7 +50,7 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
 def histogram_of_squares(
     x: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
 ) -> Tensor:
-    """The sum of the squares of ``factors`` over the elements of ``x`` in each bin; bins as those of ``histogram``.
+    """The sum of the squares of ``factors`` over the elements of ``x`` in each bin; bins as in ``histogram``.
 
     Squares that are not finite count 0.
 
@@ -65,7 +65,7 @@ def histogram_of_squares(
     squares = factors.detach().to(torch.float32).to(torch.float64).square()
     squares = squares.where(squares.isfinite(), 0.0).reshape(split_shape(x.shape, block_size)[0]).reshape(-1)
     sums = summed_at(place, squares, scales * bins + 1)[:-1].reshape(scales, bins)
-    return sums.to(torch.float64)  # those of nothing are whole numbers
+    return sums.to(torch.float64)  # sums of an empty tensor are integers
 
 
 def summed_at(places: Tensor, weights: Tensor | None, length: int) -> Tensor:

@@ -36,7 +36,7 @@ def fake_quantize_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x``, ``scale`` and ``zero_point``; those not wanted are empty.
 
-    Shape: ``grad`` and ``x`` alike; the first result in the layout of ``x`` and the dtype of ``grad``, the others
+    Shape: ``grad`` and ``x`` the same; the first result in the layout of ``x`` and the dtype of ``grad``, the others
     float32 in the qparam shape.
 
     Raises: SpecError if scale or zero point do not fit ``x``.

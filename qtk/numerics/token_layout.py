@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Count(enum.Enum):
-    """What a factor counts; keys are the tokens that those of another axis are compared with, in attention scores."""
+    """What a factor counts; keys are the tokens that queries of another axis are compared with in attention scores."""
 
     SAMPLES = "samples"
     TOKENS = "tokens"

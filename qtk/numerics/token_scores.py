@@ -30,7 +30,7 @@ def negative_log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def divergences(reference: Tensor, logits: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence ``Σ p (log p - log q)`` of every row, p that of ``reference``, in nats.
+    """The Kullback-Leibler divergence ``Σ p (log p - log q)`` of every row, p of ``reference``, in nats.
 
     Logits of -inf in both have no part in it.
 

@@ -69,7 +69,7 @@ class Running:
 
     @property
     def extremes(self) -> Extremes:
-        """As those of one tensor."""
+        """The extremes over all tensors added so far."""
         count, sentinels, broken = self.counts.unbind()
         return Extremes(self.low, self.high, count, sentinels, self.low != torch.inf, broken)
 

@@ -15,8 +15,8 @@ class MovingAverage(Counted):
     """``state ← state + momentum · (batch - state)`` of both extremes; the first batch initializes
     the state.
 
-    The first batch and its remaining weight are kept too, so that merging two averages gives exactly what observing the
-    batches of the second after those of the first would have given.
+    The first batch and its remaining weight are kept too, so that merging two averages gives exactly the average over
+    the batches of the first, then the batches of the second.
 
     Args:
         momentum: weight of the newest batch, 0 < momentum ≤ 1.

@@ -39,7 +39,8 @@ def joined(
     merged, *others = exchanged(on_cpu, problem)
     for rank, other in enumerate(others, start=1):
         if other.keys() != merged.keys():
-            raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
+            raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model with "
+                                   "the same settings on both")
         for site, observer in merged.items():
             observer.merge(other[site])
     return {site: _moved(observer, device) for site, observer in merged.items()}

@@ -28,7 +28,7 @@ class RawValues(Counted):
         if batch is None:
             return
         if self._seen and self._shape != tuple(batch.low.shape):
-            raise CalibrationError(f"the scales of this site have shape {self._shape}, those of the next tensor "
+            raise CalibrationError(f"the scales of this site have shape {self._shape}, the scales of the next tensor "
                                    f"{tuple(batch.low.shape)}; every tensor must have the same channels")
         self._shape = tuple(batch.low.shape)
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))

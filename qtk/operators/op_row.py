@@ -42,14 +42,14 @@ class Scaling(enum.Enum):
     WINDOWED = "f(r x) = r f(x) if r is the same over the spatial axes"
     REDUCED = "f(r x) = r f(x) if r is the same along the axes ``dim``"
     ADDED = "both operands, and so the result, have the same factors"
-    MULTIPLIED = "one operand hands its factors on; a parameter per channel absorbs them on both sides"
-    DIVIDED = "the numerator hands its factors on"
-    WEIGHTED = "the weight absorbs the factors of input and output, the bias those of the output"
+    MULTIPLIED = "one operand passes its factors to the result; a parameter per channel absorbs them on both sides"
+    DIVIDED = "the numerator passes its factors to the result"
+    WEIGHTED = "the weight absorbs the factors of input and output, the bias the factors of the output"
     COLUMNS = "the columns of the weight absorb the factors of the output"
     SCALE_SHIFT = "scale and shift per channel absorb the factors of input and output"
     CHANNEL_NORM = "the input is pinned; weight and bias [C] absorb the factors of the output, axis 1"
-    TRAILING_NORM = "the input is pinned; weight and bias, of the shape of the last axes, absorb those of the output"
-    ATTENTION = "the values hand their factors on, queries and keys are pinned"
+    TRAILING_NORM = "the input is pinned; weight and bias, shaped as the last axes, absorb the factors of the output"
+    ATTENTION = "the values pass their factors to the result, queries and keys are pinned"
     CONSTANT = "a created constant: of the operands only the shape is read"
 
 
@@ -119,7 +119,7 @@ class OpRow:
         data_arg: position of the argument that the weight is multiplied with; ``None``: no single one is.
         bias: argument position of the bias.
         divisors: argument positions at which a 0 makes the result infinite.
-        input_axis: of a movement op, maps an axis of the output to that of the input; ``None``: no axis can be mapped.
+        input_axis: of a movement op, maps an axis of the output to an axis of the input; ``None``: no axis maps.
         activation: it is an elementwise activation function of one value, which layer-wise methods may apply to the
             output of a layer.
         arithmetic: applied to numbers it gives a number, which the pattern matcher computes (constant folding).

@@ -116,7 +116,7 @@ class ModuleCall:
 
 
 def module_calls(node: fx.Node) -> list[ModuleCall]:
-    """The calls around an op, the outermost first; that of the model itself has the path ``""``.
+    """The calls around an op, the outermost first; the call of the model itself has the path ``""``.
 
     Later calls of a module are marked in the key, or in the path by releases of torch before; frames of functions are
     left out.

@@ -1,6 +1,6 @@
 """``qtk::fake_quantize``: the op behind every quantizer, with its gradient.
 
-The formula is that of ``qtk.numerics.affine``, the gradient that of ``qtk.numerics.straight_through``.
+The formula is in ``qtk.numerics.affine``, the formula of the gradient in ``qtk.numerics.straight_through``.
 ``block_size`` is ``[]`` for one scale over the whole tensor, else one entry an axis: 1 for one index, -1 for the whole
 axis, n for blocks of n.
 """
@@ -45,7 +45,7 @@ def _backward_of_learned(*given: Any) -> Any:
 
 
 _learned = differentiable(_OP, *_ESTIMATOR.once(_backward_of_learned))
-"""The operator for ranges that are learned: unlike that of the C++ library, this one has second derivatives."""
+"""The operator for ranges that are learned: unlike the operator of the C++ library, it has second derivatives."""
 
 
 def fake_quantize(

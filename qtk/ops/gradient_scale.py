@@ -22,9 +22,9 @@ class GradientScale(enum.Enum):
     def factor(self, shape: Sequence[int], scales: int, qmax: float, *, static: bool) -> float:
         """The factor for a tensor of ``shape`` with so many scales.
 
-        LSQ (arXiv 1902.08153, section 2.2): N counts the weights of a layer, or the features of an activation, which
-        are those of one sample; here those that share a scale. LSQ+ (arXiv 2004.09576) scales the gradient of its
-        offset alike.
+        LSQ (arXiv 1902.08153, section 2.2): N counts the weights of a layer, or the features of an activation in
+        one sample; here the elements that share a scale. LSQ+ (arXiv 2004.09576) scales the gradient of its
+        offset by the same factor.
 
         Args:
             shape: of the tensor; unless static its first axis counts samples, if it has others.

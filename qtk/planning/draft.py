@@ -204,7 +204,7 @@ class Draft:
         return self.rules.decisions(matchable) if matchable.part else self.decisions(port.user)
 
     def last_of(self, node: fx.Node) -> fx.Node:
-        """The op whose output is that of the formula and the supergroup that ``node`` is in."""
+        """The op that computes the output of the formula and the supergroup that ``node`` is in."""
         formula = self.formulas.get(node)
         last = node if formula is None else formula.nodes[-1]
         return self.groups[last].nodes[-1] if last in self.groups else last
@@ -265,7 +265,7 @@ class Draft:
         )
 
     def _scheme_of(self, spec: QuantSpec, static: bool) -> str:
-        """The scheme where no rule names one; that of symmetric parameters in few bits may clip."""
+        """The scheme where no rule names one; for symmetric parameters in few bits a scheme that may clip."""
         is_few = static and spec.symmetric and not isinstance(spec.dtype, FloatDtype) and spec.dtype.bits <= FEW_BITS
         return "weight_mse" if is_few and self.scheme == "min_max" else self.scheme
 

@@ -45,7 +45,7 @@ class Feeds:
             self._names[node] = frozenset[str]().union(*(self.through(user, node) for user in node.users))
 
     def names(self, node: fx.Node) -> frozenset[str]:
-        """The kinds and families of the ops that the value of ``node`` feeds; of a tuple, those of all its elements."""
+        """The kinds and families of the ops that the value of ``node`` feeds; of a tuple, that any element feeds."""
         return self._names[node]
 
     def through(self, reader: fx.Node, value: fx.Node) -> frozenset[str]:

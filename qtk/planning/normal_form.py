@@ -1,4 +1,4 @@
-"""The normal form of a graph, in which equal formulas are written alike, for the pattern matcher.
+"""Writes equal formulas of a graph in one normal form, for the pattern matcher.
 
 1. Copies, casts between floats and products with 1 are removed.
 2. Constants of one element that are no parameters, and what is computed from them alone, are numbers.

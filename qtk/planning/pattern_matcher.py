@@ -27,7 +27,7 @@ TABLES = ("cos", "sin")
 """Names of arguments that match data and parameters; all other names match data."""
 
 TOLERANCE = 1e-3
-"""Largest relative difference of a number from that of the pattern."""
+"""Largest relative difference of a number from the number in the pattern."""
 
 
 Pair: TypeAlias = tuple[Value | None, Value | None, bool]
@@ -37,7 +37,7 @@ Pair: TypeAlias = tuple[Value | None, Value | None, bool]
 
 COMMUTATIVE = (ATEN.add, ATEN.mul)
 NUMERIC = (*COMMUTATIVE, ATEN.sub, ATEN.clamp, ATEN.softplus)
-"""Ops whose numbers are part of what they compute; those of others are axes and shapes."""
+"""Ops whose numbers are part of what they compute; the numbers of other ops are axes and shapes."""
 
 ELEMENTWISE = (*NUMERIC, ATEN.reciprocal, ATEN.sqrt, ATEN.rsqrt)
 BROADCASTS = (ATEN.expand.default, ATEN.expand_as.default, ATEN.unsqueeze.default)

@@ -1,8 +1,8 @@
 """Formulas that models write in small ops and the planner treats as one op. To add a pattern, add a row.
 
 A spelling is plain torch code. Its arguments called ``weight`` and ``bias`` match parameters, ``eps`` and ``factor``
-any number, ``cos`` and ``sin`` data or parameters, all others data. Numbers in the code must be those of the model; its
-axes need not be, if they are the same everywhere in one match. Spellings with the same normal form need one row only
+any number, ``cos`` and ``sin`` data or parameters, all others data. Numbers in the code must equal the model's; the
+axes need not, if they are the same everywhere in one match. Spellings with the same normal form need one row only
 (``normal_form``, ``pattern_matcher``). The spellings of a row are traced when a graph first has the ops of the row.
 """
 

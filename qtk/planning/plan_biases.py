@@ -20,7 +20,7 @@ from qtk.planning.draft import Draft
 
 
 def plan_biases(draft: Draft) -> None:
-    """Decides the biases that are to be int32: where an op multiplies integer codes, the scale is that of the products.
+    """Decides the int32 biases: where an op multiplies integer codes, its bias takes the scale of the products.
 
     Requires: all other values, parameters and edges are decided.
     Ensures: every such bias is in ``values``, in ``edges`` if several ops read it, or in ``floats`` with the reason.

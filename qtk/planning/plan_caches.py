@@ -42,7 +42,7 @@ class _Moved:
 
     @property
     def heads(self) -> int | None:
-        """The axis of heads, behind that of the batch; ``None`` if there is none, or the axes are not known."""
+        """The axis of heads, behind the batch axis; ``None`` if there is none, or the axes are not known."""
         shape = self.node.meta["val"].shape
         others = [axis for axis in range(len(shape)) if axis not in (self.tokens, self.width)][1:]
         if self.tokens is None or self.width is None or not others:
@@ -177,7 +177,7 @@ def _plan(
 
 
 def _setting(setting: KvCache, moved: _Moved) -> TensorSetting:
-    """The setting as that of an activation."""
+    """Translates the setting of a cache into the setting of an activation."""
     given = TensorSetting(dtype=setting.dtype, symmetric=True, granularity="per_tensor")
     if setting.granularity == "per_token":  # max|x| / 127, as the kernels of servers compute it
         return given.overlaid(TensorSetting(granularity="per_token", narrow_range=setting.dtype == "int8" or None))

@@ -79,7 +79,7 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
 
 
 def _multiplies_floats(draft: Draft, port: Port) -> bool:
-    """Whether a weight is that of a layer of a recurrent net that computes in float."""
+    """Whether a weight belongs to a layer of a recurrent net that computes in float."""
     inside, weights = draft.nested.get(port.user, ()), port.user.args[port.arg]
     if port.item is None or not inside or not isinstance(weights, (list, tuple)):
         return False
@@ -92,7 +92,7 @@ def _with_all_codes(decision: Decision) -> Decision:
 
 
 def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
-    """Decides the parameters of a formula like those of the op it computes; its numbers stay in float."""
+    """Decides the parameters of a formula as for the op that it computes; the formula's numbers stay in float."""
     decisions = draft.decisions(node)
     parameters: tuple[tuple[fx.Node | None, Decision, TensorRole], ...] = (
         (formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias")

@@ -25,7 +25,7 @@ The rules, numbered as the code cites them:
     in float, inside whatever supergroup it ends.
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
-13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
+13. A bias set to int32 is int32 where its op multiplies integer codes; it then has the scale of the products.
 14. A value or parameter that an excluded module reads too stays in float, and so does a parameter that its readers
     want in several formats; the (other) readers get it on their edges, rounded once, a parameter in the axes that each
     reads. What only data selects from such a parameter stays in float.
@@ -112,7 +112,7 @@ def plan(
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
-    io = config.io if "" in graphs else Io()  # inputs and outputs of islands are not those of the model
+    io = config.io if "" in graphs else Io()  # islands have other inputs and outputs than the model
     is_island = "" not in graphs
     words = frozenset[int]()
     if any(rule.match.lm_head is not None for rule in config.rules):
@@ -162,7 +162,7 @@ def plan(
 
 
 def _follows_nothing(sites: Mapping[Site, SitePlan]) -> dict[Site, str]:
-    """The sites whose encoding would be that of a site in float, each with the reason: a later graph planned them."""
+    """The sites that share the encoding of a site in float, each with the reason: a later graph planned them."""
     reasons: dict[Site, str] = {}
     for site, decided in sites.items():
         missing = [each for each in (decided.leader, *(decided.factors or ())) if each and each not in sites]

@@ -4,7 +4,7 @@
 beyond which sigmoid and tanh are flat, the products that are summed not rounded by themselves, and the cell state,
 which is rounded at every step, in 16 bits; gates and hidden state as other activations. So does TensorFlow Lite
 (lite/kernels/lstm_eval.cc: sums in Q3.12, the cell state in int16 with a scale that is a power of two), and QNN's Lstm.
-``int8`` quantizes every value alike.
+``int8`` quantizes every value in the same way.
 ``dynamic`` computes as ONNX Runtime's kernel DynamicQuantizeLSTM: weights of 8 bits; the input of all time steps, and
 the hidden state of each, quantized to uint8 with ranges of their own at run time; sums, gates and cell state in float.
 There is no such kernel for other nets, projected states, packed sequences and other widths: these compute in float.

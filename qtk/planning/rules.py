@@ -71,7 +71,7 @@ class Matchable:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names by which rules match the op, that of the composite around it among them."""
+        """The names by which rules match the op, with the name of the composite around it."""
         row = None if is_input(self.node) else self.flow.row(self.node)
         inputs = ("input", PYTHON) if self.in_island else ("input",)
         own = inputs if is_input(self.node) else () if row is None else row.names
@@ -79,7 +79,7 @@ class Matchable:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """The paths by which rules match the op: of its module, its own, that of its part, and its parameter's name."""
+        """The paths by which rules match the op: of its module, its own, of its part, and its parameter's name."""
         place = value_site(self.node).name.partition(":")[0]
         own = re.sub(r"@\d+", "", label(self.node, OWNER) or ""), place
         named = (self.parameter,) if self.parameter else ()
@@ -228,7 +228,7 @@ def to_spec(
 
     A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32; an activation
     also along the axis that the setting names. A ``batched`` one holds matrices with output channels of their own: per
-    channel it has a scale for every index along all axes but that of the input channels, per block likewise.
+    channel it has a scale for every index along all axes but the axis of input channels, per block likewise.
 
     Raises: SpecError on contradictory settings, or an axis that a tensor of this rank does not have.
     """

@@ -32,7 +32,7 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
     for given, graph, returned, reason in _states(model):
         of_state = [site for site in _makers(graph, returned) if site in sites]
         if of_state and _is_moved(graph, returned, sites[of_state[0]]):
-            continue  # the scales of its axis are those of another one in the input
+            continue  # the scales of its axis belong to another axis of the input
         makers.setdefault(given, []).extend(of_state)
         reasons[given] = reason
     for given, of_state in makers.items():

@@ -1,4 +1,4 @@
-"""The quantizer of an int32 bias, whose scale follows from those of the input and the weight of its op."""
+"""The quantizer of an int32 bias, whose scale follows from the scales of the input and the weight of its op."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BiasQuantizer(Quantizer):
         return all(factor.scale is not None for factor in self.factors)
 
     def encoding_of(self, scale: Tensor | None, zero_point: Tensor | None) -> Encoding | None:
-        """The encoding that follows from those of input and weight; ``None`` if one of them has none."""
+        """The encoding that follows from the encodings of input and weight; ``None`` if one of them has none."""
         return None if scale is None else Encoding(self.spec, scale)
 
     def range(self) -> tuple[Tensor | None, Tensor | None]:
@@ -57,8 +57,8 @@ class BiasQuantizer(Quantizer):
     def load_encoding(self, encoding: Encoding) -> None:
         """Raises: EncodingError: the scale is not free to choose."""
         of_input, of_weight = (factor.site for factor in self.factors)
-        raise EncodingError(f"{self.site} has the scale of {of_input} times that of {of_weight}; load encodings "
-                            "for these")
+        raise EncodingError(f"the scale of {self.site} is the product of the scales of {of_input} and {of_weight}; "
+                            "load encodings for these")
 
     def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
         """Does nothing: the scale follows those that are learned."""

@@ -1,4 +1,4 @@
-"""The flags of a quantizer in its ``state_dict``: tensors, only where they are not those of a new quantizer."""
+"""The flags of a quantizer in its ``state_dict``: tensors, only where they differ from a new quantizer's flags."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class Quantizer(Tap):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As ``nn.Module``; a quantizer without an encoding takes that of the checkpoint, and learns it if it was
+        """As ``nn.Module``; a quantizer without an encoding takes the checkpoint's encoding, and learns it if it was
         learned there. One that learns its range, or follows its weight, goes on from a fixed one.
         """
         stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}

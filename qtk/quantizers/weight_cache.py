@@ -31,7 +31,7 @@ class WeightCache:
     def get(
         self, simulate: Callable[[Tensor], Tensor], weight: Tensor, scale: Tensor, zero_point: Tensor | None
     ) -> Tensor:
-        """``simulate(weight)``, cached if enabled, and weight, scale and zero point are those of the last call."""
+        """``simulate(weight)``, from the cache if enabled and weight, scale and zero point equal the last call's."""
         if not self.enabled:
             return simulate(weight)
         sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)

@@ -28,7 +28,7 @@ def write_cut(file: Path, sites: Sequence[SiteOutput], folder: Path) -> Path:
     Args:
         file: an exported file.
         sites: from ``site_outputs(file, …)``: where it is cut.
-        folder: an existing directory, not that of ``file``.
+        folder: an existing directory, not the directory of ``file``.
     """
     model = load_restored(file)
     ShapeInferencePass()(model)  # the kinds of operators that a runtime fuses depend on shapes

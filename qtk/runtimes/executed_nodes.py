@@ -89,7 +89,7 @@ def ops_of_nodes(optimized: Path, exported: Path) -> dict[str, str]:
 
 
 def computing_kinds(optimized: Path) -> Counter[str]:
-    """The kinds of the nodes that compute, each with its number; two graphs with equal ones are fused alike."""
+    """Counts the nodes that compute, by kind; two graphs with equal counts have the same fusions."""
     graph = onnx.load(optimized, load_external_data=False).graph
     return Counter(node.op_type for each in _graphs(graph) for node in each.node if node.op_type not in MOVING)
 

@@ -1,4 +1,4 @@
-"""Writes a changed model beside, its weights in a second file if those of the original are."""
+"""Writes a changed model into a folder; its weights go into a second file if the original has one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs each op of an exported file on the reference's own values, and compares what it computes.
 
 Where rounding turns a code in a deep model, every value behind it moves, and the outputs say little of the file. An op
-that is given the values of the simulation computes those of the simulation, up to codes on the edge of two.
+that is given the inputs of the simulation computes the outputs of the simulation, up to codes on the edge of two.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _neighbour_findings(rule: NeighbourRule, op: FileOp) -> Iterator[str]:
 
 
 def _ends_quantized(op: FileOp, rule: NeighbourRule) -> bool:
-    """Whether quantizers alone read the result, or that of the one activation that is fused with it."""
+    """Whether quantizers alone read the result, or the result of a single activation that is fused with the op."""
     readers = op.readers
     if len(readers) == 1 and isinstance(readers[0], FileOp) and readers[0].is_any_of(rule.fused):
         readers = readers[0].readers

@@ -47,7 +47,7 @@ SATURATES = "u8 × s8 sums saturate on this CPU"
 
 SPINNING = "session.intra_op.allow_spinning"
 """ONNX Runtime's setting that lets threads wait in a loop for the next run. Off here, where several sessions are open
-at a time: those of one take the cores from the next, which doubles its time on two cores (seen in 1.32)."""
+at a time: threads of one session take the cores from the next, whose time doubles on two cores (seen in 1.32)."""
 
 
 def require_onnxruntime() -> None:

@@ -28,7 +28,7 @@ def tolerance_db(
 
     The less of two: of the simulation against itself, with noise of float rounding in front of each quantizer of an
     activation, less ``MARGIN_DB``: values on the edge between two codes change theirs, and a deep model amplifies that
-    (all-MiniLM-L6-v2 in 8 bits has 19 dB, in simulation and in ONNX Runtime alike). And of the simulation against the
+    (all-MiniLM-L6-v2 in 8 bits has 19 dB, both in simulation and in ONNX Runtime). And of the simulation against the
     float model plus ``MARGIN_DB``: what is half of the quantization error adds little to it.
 
     Args:

@@ -121,7 +121,7 @@ def range_parameters(simulation: Simulation) -> list[nn.Parameter]:
 
 
 def weight_parameters(simulation: Simulation) -> list[nn.Parameter]:
-    """The parameters of the model that are not those of learned ranges."""
+    """The parameters of the model that are not parameters of learned ranges."""
     of_ranges = {id(parameter) for parameter in _parameters(simulation)}
     return [parameter for parameter in simulation.model.parameters() if id(parameter) not in of_ranges]
 

@@ -34,7 +34,7 @@ class QatSchedule:
     their learning rate rise from 0 then: after zeros, Adam's first steps are several times the learning rate.
 
     Args:
-        sim: a calibrated simulation. The ranges that it learns already are scheduled, else those of all sites.
+        sim: a calibrated simulation. The ranges that it learns already are scheduled, else the ranges of all sites.
         observe_until: while fewer steps were made, ranges of activations follow their batches, frozen ones apart.
         learn_ranges_from: from how many steps on ranges are learned; ``None``: never.
         freeze_batch_norms_at: from how many steps on batch norms stay in eval mode, whatever ``sim.model.train()`` does

@@ -36,7 +36,7 @@ def _watch(optimizer: torch.optim.Optimizer, learning: Mapping[str, Quantizer], 
         if learned and not _has_ranges(_optimizers(), learned):
             raise EncodingError(
                 f"this {type(optimizer).__name__} holds {count} parameters of sim.model, but was made before "
-                f"sim.learn_ranges(), which added those of {len(learned)} ranges, the first of them "
+                f"sim.learn_ranges(), which added the parameters of {len(learned)} ranges, the first of them "
                 f"{next(iter(learned))}; make it after learn_ranges, or add them: optimizer.add_param_group("
                 "{'params': sim.range_parameters(), 'weight_decay': 0.0})"
             )

@@ -249,7 +249,7 @@ def test_what_cannot_be_variants_is_refused():
     model, labels = Labelled().eval(), torch.tensor([0, 1])
     with pytest.raises(CaptureError, match=r"variants\[1\].* is a call of the same kind as variants\[0\]"):
         prepare_model(model, CUBE, variants=[(CUBE, labels), {"labels": labels, "x": CUBE}])
-    with pytest.raises(CaptureError, match="explicit dynamic_shapes are those of one graph"):
+    with pytest.raises(CaptureError, match="explicit dynamic_shapes describe one graph"):
         prepare_model(model, CUBE, variants=[(CUBE, labels)], dynamic_shapes={"x": None, "labels": None})
     with pytest.raises(CaptureError, match="variants are captured with example_inputs"):
         prepare_model(nn.Linear(2, 2), variants=[MATRIX])

@@ -47,7 +47,7 @@ def test_it_has_no_state_and_waits_for_both():
     assert not bias.ready
     assert not bias.state_dict()
     assert not list(bias.children())
-    with pytest.raises(EncodingError, match="the scale of x times that of w"):
+    with pytest.raises(EncodingError, match="the product of the scales of x and w"):
         bias.load_encoding(Encoding(BIAS, torch.tensor([1.0, 1.0])))
 
 

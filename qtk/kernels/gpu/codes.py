@@ -130,7 +130,7 @@ def gradient(
     x_at, g_at, dx_at, offsets, masks, grid,
     MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    """Stores the gradient of the elements of a tile. Returns: that of the result, which are inside, their error.
+    """Stores the gradient of the elements of a tile. Returns: gradient of the result, which are inside, their error.
 
     ``grid``: of ``grid_of``, not limited.
     """

@@ -75,9 +75,9 @@ def run(
     """As ``kernel[grid](*arguments, **constants)``, ``EXACTLY``; the first argument is a tensor on the current device.
 
     Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
-    of a call. Here a launch with the same numbers, and with tensors of the same types that are aligned alike, takes the
+    of a call. Here a launch with the same numbers, and with tensors of the same types and alignment, takes the
     kernel that the first of them compiled. (For AMD's GPUs Triton also asks whether a storage has less than 2 GiB, for
-    offsets of 32 bits; those of tensors of one size are the same.)
+    offsets of 32 bits; storages of tensors of one size give the same answer.)
 
     Returns: the compiled kernel, and the arguments that were compiled in; ``None`` from Triton's interpreter.
     """

@@ -144,7 +144,7 @@ def launch_rows(
     kernel: Any, tiling: Tiling, streams: Sequence[Tensor], given: Sequence[object], constants: Mapping[str, object],
     call: Call | None = None,
 ) -> None:
-    """Launches ``kernel`` on the tensors it reads and writes, whose rows are those of ``tiling``.
+    """Launches ``kernel`` on the tensors it reads and writes, which have the rows of ``tiling``.
 
     ``given`` are its arguments between these and the lengths, ``constants`` its ``tl.constexpr`` arguments but the
     shape of a run, ``call`` what it is kept for (``launch.run_for``). As tiles do (``tiling.fitted``), runs of 32 bits

@@ -152,7 +152,7 @@ def sums_of_lanes(values, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def store_partials(parts_at, program, first, second, SCALES: tl.constexpr):
-    """Stores two partial results of each scale of a program's tile, [SCALES] each, beside those of other programs.
+    """Stores two partial results of each scale of a program's tile, [SCALES] each, beside other programs' results.
 
     Counted in 32 bits: only where there are few programs do some share a group of scales.
     """
