@@ -42,7 +42,7 @@ class WeightMse:
     every output by the same part, and layer after layer adds to it.
 
     The ranges shrink from the range of ``min_max`` ([-m, m] for symmetric codes, m the largest magnitude; else
-    [minimum, maximum]) until half the span of the codes is 0.55 m. Activations are searched the same way, on histograms.
+    [minimum, maximum]) until half the span of the codes is 0.55 m. Activations are searched so too, on histograms.
 
     Args:
         mean: how much more the inputs vary along their mean.
