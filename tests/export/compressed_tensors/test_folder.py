@@ -192,7 +192,7 @@ def test_a_file_that_differs_is_an_error(tmp_path):
     sim.export(tmp_path / "static", formats=("compressed_tensors",))
     good = load_file(tmp_path / "static" / "model.safetensors")
     save_file(good | {"last.input_scale": good["last.input_scale"] * 2}, tmp_path / "static" / "model.safetensors")
-    with pytest.raises(ExportError, match=r"last: its scales"):
+    with pytest.raises(ExportError, match=r"last: the scales"):
         folder.compare_with_simulation(tmp_path / "static", sim.model)
     path.write_bytes(b"short")
     with pytest.raises(ExportError, match="cannot read"):
