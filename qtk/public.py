@@ -268,7 +268,7 @@ def raised_by_us(error: BaseException) -> str | None:
 
 
 class Settled:
-    """Refuses to be given attributes that nothing would read: those of the constructor again, and unknown ones.
+    """Refuses to set attributes that nothing would read: arguments of the constructor, and unknown names.
 
     >>> class Circle(Settled):
     ...     def __init__(self, radius: float) -> None:

@@ -169,7 +169,7 @@ class QuantSim(Settled):
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
-            valid: which tokens count, e.g. those of an input, ``"attention_mask"``; ``None``: all.
+            valid: which tokens count, e.g. by an input, ``"attention_mask"``; ``None``: all.
             reset: where a sequence begins, of a model with states: short for ``qtk.Sequences(data, reset=reset)``.
         """
         from qtk.calibration.calibrate import CalibrationData
@@ -256,7 +256,7 @@ class QuantSim(Settled):
         return range_parameters(self.simulation)
 
     def weight_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model without those of learned ranges."""
+        """The parameters of the model without the parameters of learned ranges."""
         from qtk.training.learned_ranges import weight_parameters
 
         return weight_parameters(self.simulation)

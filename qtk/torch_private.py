@@ -113,7 +113,7 @@ def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 
 def empty_like(graph: fx.Graph) -> fx.Graph:
-    """A graph without nodes whose generated ``forward`` nests arguments and results as that of ``graph``."""
+    """A graph without nodes whose generated ``forward`` nests arguments and results as in ``graph``."""
     empty = fx.Graph()
     empty.set_codegen(copy.deepcopy(graph._codegen))
     return empty
@@ -269,7 +269,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def hooks(module: nn.Module) -> set[Callable[..., object]]:
-    """What runs before or after the forward or backward of ``module``, besides hooks of all modules."""
+    """The hooks that run before or after the forward or backward of ``module``, without hooks of all modules."""
     return {hook for table in HOOK_TABLES for hook in getattr(module, table).values()}
 
 
@@ -289,7 +289,7 @@ def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
 
 
 def has_length_hint(length: int | torch.SymInt) -> bool:
-    """Whether a length is known of the example inputs, not decided by data as those of ``nonzero``."""
+    """Whether a length is known of the example inputs, not decided by data as a length after ``nonzero``."""
     return isinstance(length, int) or bool(length.node.has_hint())
 
 

@@ -231,7 +231,7 @@ def test_save_and_load(tmp_path):
     again = qtk.QuantSim.load(tmp_path / "saved", prepared, PLAIN)
     for inputs in (PLAIN, *variants):
         assert equal(again.model(**inputs), sim.model(**inputs))
-    with pytest.raises(EncodingError, match=r"graphs for 2 kinds of calls besides .* 0 variants are given"):
+    with pytest.raises(EncodingError, match=r"graphs for 2 variants, .* and 0 are given"):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN)
     with pytest.raises(EncodingError, match="ops, or their arguments"):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants[::-1])

@@ -130,7 +130,7 @@ class StoredRecord:
 def records(data: Mapping[str, object], source: str) -> dict[str, StoredRecord]:
     """Name of a tensor → its record, for every entry of the content of a file.
 
-    Raises: EncodingError if it is of no known schema, or an entry has no name, or that of another.
+    Raises: EncodingError if the content is of no known schema, an entry has no name, or two entries have one name.
     """
     match data:
         case {"activation_encodings": dict(activations), "param_encodings": dict(parameters)}:
@@ -160,7 +160,7 @@ def records(data: Mapping[str, object], source: str) -> dict[str, StoredRecord]:
 
 
 def _by_value(activations: Mapping[str, object]) -> dict[str, object]:
-    """The entries of values; those of modules, in the file that AIMET reads itself, as ``fc:in[0]`` and ``fc:out``."""
+    """Entries by the name of a value; a module in the file that AIMET itself reads gives ``fc:in[0]``, ``fc:out``."""
     entries: dict[str, object] = {}
     for name, entry in activations.items():
         if not isinstance(entry, dict):

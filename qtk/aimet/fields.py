@@ -55,7 +55,7 @@ def zero_point_of(offset: Tensor, spec: QuantSpec) -> Tensor | None:
 
 
 def stored_zero_point(encoding: Encoding) -> Tensor:
-    """The zero point with that of a symmetric spec written out."""
+    """The zero point; the middle code for a symmetric spec, which stores none."""
     if encoding.zero_point is not None:
         return encoding.zero_point
     return torch.full_like(encoding.scale, encoding.spec.middle_code, dtype=torch.int32)

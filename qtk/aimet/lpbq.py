@@ -30,7 +30,7 @@ def split(scale: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     >>> integers.tolist(), channel_scale.tolist()
     ([[16, 8], [16, 8]], [[0.09375], [0.03125]])
 
-    Shape: ``scale`` float32, [..., axis, ...]; the integers alike, int32; channel scales with every other axis of
+    Shape: ``scale`` float32, [..., axis, ...]; the integers the same, int32; channel scales with every other axis of
     length 1.
 
     Raises: ExportError if a channel has no such scale.

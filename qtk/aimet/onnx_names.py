@@ -2,7 +2,7 @@
 
 ``/layer1/layer1.0/conv1/Conv_output_0`` is the first output of the first Conv of module ``layer1.0.conv1``. The file
 that AIMET reads itself, ``…_torch.encodings``, names modules: those entries are ``layer1.0.conv1:out`` here, and
-``layer1.0.conv1:in[0]``. Names of torch's other exporter are those of ``onnx_scopes``.
+``layer1.0.conv1:in[0]``. ``onnx_scopes`` reads names of torch's other exporter.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse(name: str) -> ExportedName | None:
 def sites_of(
     names: Iterable[str], known: Collection[str], scoped: Mapping[str, ExportedName] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Name → site, of the names that torch's exporter gave and that are those of one of the ``known`` sites.
+    """Name → site, of the names that torch's exporter gave to one of the ``known`` sites.
 
     ``scoped``: what an ONNX file says of its values by metadata, by name.
 
@@ -99,7 +99,7 @@ def sites_of(
 
 
 def is_movement(name: str, scoped: Mapping[str, ExportedName] = MappingProxyType({})) -> bool:
-    """Whether a name is that of a value that an operator only moved; ``scoped`` as in ``sites_of``."""
+    """Whether a name belongs to a value that an operator only moved; ``scoped`` as in ``sites_of``."""
     exported = scoped.get(name) or parse(name)
     return exported is not None and exported.op in MOVEMENT
 

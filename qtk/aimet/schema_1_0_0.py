@@ -88,11 +88,11 @@ def _block_size(spec: QuantSpec) -> int:
     assert isinstance(spec.granularity, PerBlock)
     sizes = spec.granularity.sizes
     if sizes.count(WHOLE) == 1 and all(size in (1, WHOLE) for size in sizes):
-        raise ExportError(f"AIMET's schema 1.0.0 stores no axis, and blocks {sizes} are along a whole one, as those of "
-                          "stacked matrices; schema 2.0.0 holds them")
+        raise ExportError(f"AIMET's schema 1.0.0 stores no axis, and blocks {sizes} span a whole axis, as of stacked "
+                          "matrices; schema 2.0.0 holds them")
     return block_axis(spec, None)[1]
 
 
 def stored_bits(spec: QuantSpec) -> int:
-    """The width in the field ``bw``: of LPBQ that of a code times an integer scale."""
+    """The width in the field ``bw``: of a code, and of LPBQ of a code times an integer scale."""
     return spec.dtype.bits + (lpbq.SCALE_BITS if is_lpbq(spec) else 0)

@@ -21,7 +21,7 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     >>> tensor_names(qtk.QuantSim(model, torch.randn(2, 8)).model)  # doctest: +NORMALIZE_WHITESPACE
     {'0.weight': '0.weight', '2.weight': '2.weight', 'input': 'input:input', '1:out': '1:out', 'output': '2:out'}
 
-    Values that nothing reads, and those of variants, are in no file.
+    Values that nothing reads, and values of variants, are in no file.
     """
     graphs = roots(model)
     whole = graphs.get("")

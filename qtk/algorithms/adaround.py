@@ -53,7 +53,7 @@ def adaround(
     weight: Tensor, grid: WeightGrid, error: OutputError, activation_error: ActivationError | None = None,
     descent: Descent = Descent(),
 ) -> Tensor:
-    """The weights, each on its grid; no output's error is above that of rounding to nearest.
+    """Rounds each weight to its grid; no output's error is above the error of rounding to nearest.
 
     Args:
         weight: float weights.
@@ -62,7 +62,7 @@ def adaround(
         activation_error: of the output of the activation function that follows; if not ``None``, minimized instead.
         descent: how the relaxed choices are found.
 
-    Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
+    Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result the same.
 
     Raises: CalibrationError for float formats, whose grid points are not evenly spaced, and if ``error`` has only the
         diagonal blocks of the Gram matrix.

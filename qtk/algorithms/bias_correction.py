@@ -4,7 +4,7 @@ Nagel et al., arXiv 1906.04721, section 4.2, with measured means:
 
     correction = E[X w - X̂ ŵ] = (w - ŵ)·E[X̂] + w·E[X - X̂]
 
-X is the input of the float model, X̂ that of the quantized one.
+X is the layer's input in the float model, X̂ the layer's input in the quantized model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cholesky factors of large matrices on the CPU, where LAPACK's column-major results cost as much as the factors.
 
-Left-looking by panels of columns (Golub and Van Loan, Matrix Computations, section 4.2.9): the flops are those of
-matrix products, and the results row-major.
+Left-looking by panels of columns (Golub and Van Loan, Matrix Computations, section 4.2.9): the flops are spent in
+matrix products, and the results are row-major.
 """
 
 from __future__ import annotations

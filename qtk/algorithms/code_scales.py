@@ -5,7 +5,7 @@ For codes c, all with one scale s, the error of ``ŵ = s c`` is a parabola in s 
     s + c·g / cᵀ H c        g = linear + H d, d = w - ŵ
 
 summed over the outputs that share the scale. Blocks of columns with scales of their own follow one after the other.
-Where a scale is that of a whole row, ``H c = (H w - (g - linear)) / s``, in which H w is the same for all codes.
+Where a whole row shares a scale, ``H c = (H w - (g - linear)) / s``, in which H w is the same for all codes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A factor f of a channel multiplies the rows of the weights that produce it and divides the columns of those that read
 it. Between two layers the ranges are equal at f = √(r1 r2) / r1, with r1 the largest magnitude of the producer's row
-and r2 that of the consumer's column (Nagel et al., arXiv:1906.04721, eq. 11). With several producers and consumers r1
+and r2 of the consumer's column (Nagel et al., arXiv:1906.04721, eq. 11). With several producers and consumers r1
 and r2 are the largest over all of them; chains, depthwise triples and residual regions follow from repeating this
 channel by channel until nothing moves, which is Osborne's balancing of a matrix in the maximum norm (Schulman and
 Sinclair, arXiv:1504.03026).
@@ -81,7 +81,7 @@ def equalize(
     """
     num_channels = sum(map(len, groups))
     weights = [_LogWeight.of(layer) for layer in layers]
-    log_factors = torch.zeros(num_channels + 1, dtype=torch.float64)  # the last one is that of channel −1, always 0
+    log_factors = torch.zeros(num_channels + 1, dtype=torch.float64)  # the last belongs to channel −1, always 0
     ranges = before = _log_ranges(weights, log_factors)
     near, near_at = weights, log_factors.clone()
     num_sweeps, moved, enough = 0, math.inf, tolerance / 2

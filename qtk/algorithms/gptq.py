@@ -89,6 +89,6 @@ def damped_factor(hessian: Tensor, damping: float) -> Tensor:
     if bool(failed.any()) and hessian.dtype != torch.float64:
         factor, failed = cholesky(hessian.to(torch.float64))
     if bool(failed.any()):
-        raise CalibrationError(f"the inputs of this layer are too alike for a damping of {damping}: its Hessian has no "
-                               "inverse; use more data or a larger damping")
+        raise CalibrationError(f"the Hessian of this layer has no inverse with a damping of {damping}: the inputs are "
+                               "too correlated; use more data or a larger damping")
     return factor

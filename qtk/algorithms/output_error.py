@@ -5,8 +5,8 @@ For the weights w of one output, the rounded ŵ and ``d = w - ŵ``, the squared 
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 
 with H, E and D as in ``qtk.moments.second_moments``; the constant does not depend on ŵ. Weights are laid out by
-blocks of columns: [groups, blocks, outputs, block]. With several blocks, each has an error of its own: that of its
-summand of the output if only the diagonal blocks of E are known; that of the whole output, with all other blocks
+blocks of columns: [groups, blocks, outputs, block]. With several blocks, each has an error of its own: the error of
+a summand of the output if only the diagonal blocks of E are known; the error of the whole output, with all other blocks
 unrounded, if E is known.
 """
 

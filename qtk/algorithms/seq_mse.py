@@ -60,7 +60,7 @@ class ScaleCandidates:
         blocks = self.error.blocks
         if self.scale_index.shape[1] != blocks:
             raise SpecError(f"{self.scale_index.shape[1]} scales along the columns need the moments of as many blocks; "
-                            f"there are {blocks}; gather them in blocks as long as those of the scales")
+                            f"there are {blocks}; gather them in blocks as long as the blocks of the scales")
 
     def every(self, candidate: int) -> Tensor:
         """The index ``candidate`` for all scales. Shape: int64 [scales]."""
@@ -109,7 +109,7 @@ class ScaleCandidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchResult:
-    """The best candidate of each scale, int64, its error, and that of the present scale, without the constant.
+    """The best candidate of each scale, int64, its error, and the error of the present scale, without the constant.
 
     Shape: [scales], each.
     """

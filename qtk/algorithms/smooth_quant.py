@@ -190,7 +190,7 @@ def search(
     inputs: Sequence[SmoothedInput | SmoothedSite], input_absmax: Tensor, weight_absmax: Tensor,
     alphas: Sequence[float] = GRID,
 ) -> ScaleChoice:
-    """The scale with the smallest output error: that of one of ``alphas``, or none.
+    """The smoothing scale of one of ``alphas``, or no smoothing, whichever has the smallest output error.
 
     Shape: ``input_absmax``, ``weight_absmax`` [variables].
     """

@@ -90,8 +90,8 @@ def compare(
     ('input:input', True, True)
 
     Each batch runs in float, its values kept, then simulated; the float values of one batch are held in memory at a
-    time. The own error of a site is the one its quantizer makes of the float model's value, whatever the other sites
-    do; the accumulated error is that of the simulated value, all the sites before it included. A quantizer that is
+    time. The own error of a site is the error that its quantizer makes on the float model's value, whatever other sites
+    do; the accumulated error is the error of the simulated value, all the sites before it included. A quantizer that is
     bypassed makes none. Where a layer-wise method has rewritten a weight, the float model has the weight that it had
     before.
 

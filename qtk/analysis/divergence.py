@@ -1,4 +1,4 @@
-"""Measures how far the distributions of a simulated language model are from those of the float model."""
+"""Measures how far a simulated language model's distributions are from the float model's distributions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def divergence(
     forward: Forward | None = None, num_batches: int | None = None, valid: ValidTokensOf | None = None,
     reference: nn.Module | None = None, progress: bool = True,
 ) -> Divergence:
-    """The Kullback-Leibler divergence of the float model's next-token distributions from those of the simulation.
+    """The Kullback-Leibler divergence D(float ‖ simulated) of the next-token distributions.
 
     >>> import qtk, torch
     >>> _ = torch.manual_seed(0)
@@ -80,7 +80,7 @@ def divergence_of(
     model: nn.Module, reference: nn.Module, batches: Iterable[Batch], *, forward: Forward | None = None,
     valid: ValidTokensOf | None = None,
 ) -> Divergence:
-    """The divergence of the distributions of ``reference`` from those of ``model``, as ``divergence``."""
+    """The divergence D(reference ‖ model) of the next-token distributions, as ``divergence``."""
     return _divergence(outputs(model, batches, forward=_beside(reference, forward or run_batch)), valid, model)
 
 
@@ -117,7 +117,7 @@ def _divergence(
 
 
 def _in_turns(simulation: Simulation, run: Forward) -> Forward:
-    """Runs a batch in float, then simulated; buffers that forward writes are those of the float model afterwards."""
+    """Runs a batch in float, then simulated; buffers that forward writes keep the float model's values."""
     float_weights = FloatWeights(simulation)
 
     def both(module: nn.Module, batch: Batch) -> object:

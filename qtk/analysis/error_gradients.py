@@ -26,12 +26,12 @@ Alternatives = dict[Quantizer, Tensor]
 class ErrorGradients(TorchFunctionMode):
     """``Σ g·e`` of each quantizer, per sample: ``g`` the gradient of what runs backward, ``e`` the error.
 
-    The model runs in float, and the error is ``quantized - float``: what changes when this quantizer alone acts. That
-    of an activation is taken where it is made. Gradients of a weight add up over samples, so the error of a weight is
-    taken at the output of the op that reads it, which is
+    The model runs in float, and the error is ``quantized - float``: what changes when this quantizer alone acts. The
+    error of an activation is taken where it is made. Gradients of a weight add up over samples, so the error of a
+    weight is taken at the output of the op that reads it, which is
     ``op(x, w + e) - op(x, w)``: there every sample has its own, and no gradient of a weight is computed.
 
-    Samples are told apart where the first axis of a value is as long as that of the outputs, and no output depends on
+    Samples are told apart where a value and the outputs have a first axis of one length, and no output depends on
     another sample's values; elsewhere (windows, time first) the batch counts as one sample, which leaves expectations
     as they are, with more variance.
 
@@ -76,7 +76,7 @@ class ErrorGradients(TorchFunctionMode):
     ) -> dict[Quantizer, tuple[Tensor | float, Tensor | float]]:
         """For each quantizer ``Σ g·e``: of each sample, and of the batch where samples are not told apart.
 
-        ``gradients``: those of ``outputs``; ``None`` for a scalar. ``keep``: more is run backward afterwards.
+        ``gradients``: of ``outputs``; ``None`` for a scalar. ``keep``: more is run backward afterwards.
         """
         self._products, self._keeps_errors = {}, keep
         try:

@@ -1,4 +1,4 @@
-"""The float model's outputs on some data, and how far those of a simulation are from them."""
+"""The float model's outputs on some data, and how far the outputs of a simulation are from them."""
 
 from __future__ import annotations
 

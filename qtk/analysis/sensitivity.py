@@ -65,7 +65,7 @@ def sensitivity(
     >>> sorted(row.name for row in sim.sensitivity(batches, loss=loss, groups="?", top=0, progress=False))
     ['0', '1', '2', 'input:input']
 
-    By default the loss is the power of the outputs' error relative to that of the float outputs, ``10^(-SQNR/10)``, of
+    By default the loss is the power of the outputs' error over the power of the float outputs, ``10^(-SQNR/10)``, of
     the ``valid`` tokens alone where there are others; a loss of one's own decides itself what counts.
 
     Let ``e`` be the error that a site's quantizer makes of the float value, ``J`` the Jacobian of the outputs with
@@ -79,7 +79,7 @@ def sensitivity(
     outputs: ``(Je)ᵀH(Je) = E[(r·Je)(Hr·Je)]`` (Hutchinson 1990), with signs of their own for each sample. So the
     squared error needs one backward pass, any other loss three: ``g``, ``r`` and ``Hr``.
 
-    A recovery is measured or not known: rounding errors in the simulation are not those of the float values, and
+    A recovery is measured or not known: rounding errors of simulated and float values differ, and
     switching one site rounds all values behind it anew, by chance to the better or the worse.
 
     The ``top`` rows with the largest estimated increase are then measured, by two runs over the data each.
@@ -140,7 +140,7 @@ def _run(
 
 
 def _groups(simulation: Simulation, groups: Iterable[str] | str | None) -> dict[str, dict[Site, Quantizer]]:
-    """The quantizers of each row: those of the sites in a module that a glob matches, and each other site alone."""
+    """The quantizers of each row: of all sites in a module that a glob matches, or of one other site."""
     globs = [] if groups is None else [groups] if isinstance(groups, str) else list(groups)
     for glob in globs:
         if not isinstance(glob, str):

@@ -55,7 +55,7 @@ def assign_bits(
             the elements of weights. ``{"bit_operations": n}``: Σ multiplications × width × width over matrix products
             and convolutions, for one call on the example inputs. ``{"milliseconds": n}``: such a call in ONNX Runtime
             on this machine; matrix products are measured once for each shape, whole models to correct the sum, and the
-            result is measured again. The first two set widths of weights alone, the last one those of what matrix
+            result is measured again. The first two set widths of weights alone, the last widths of what matrix
             products read.
         choices: the widths that a site can have; ``None``: 4, 8 and 16 bits, for milliseconds 8 bits and float.
         loss: ``loss(outputs, batch)``, as for ``sim.sensitivity``; ``None``: the error of the outputs.

@@ -70,7 +70,7 @@ class BitAssignment:
         config: the config of the simulation, with a rule for every site.
         base: the config that it extends.
         widths: the widths that ``QuantSim`` was given for weights and activations; ``None`` where it was given none.
-        is_loss: whether losses are those of a function of the user's, and not the error of the outputs.
+        is_loss: whether losses come from a function of the user, and are not the error of the outputs.
     """
 
     unit: str

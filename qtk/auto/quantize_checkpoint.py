@@ -46,7 +46,7 @@ def quantize_checkpoint(
     >>> qtk.quantize_checkpoint("llama", "llama-gptq", methods="gptq", data=batches)  # doctest: +SKIP
 
     The weights of the source stay in its files, which are mapped; of what is computed one layer is in memory at a
-    time. Bytes are those of the same steps on a model in memory: ``QuantSim``, ``compute_encodings(None)``,
+    time. The same steps on a model in memory write the same bytes: ``QuantSim``, ``compute_encodings(None)``,
     ``round_scales``, ``apply_layerwise``, ``export(formats="compressed_tensors")``.
 
     A killed run leaves no output; the same call goes on behind the last layer that its methods finished, and writes the

@@ -184,7 +184,7 @@ def parameter_encodings(
 ) -> dict[Site, Encoding]:
     """Encodings of values computed from parameters alone, from their present values.
 
-    Without those of ``maskable`` that carry a mask.
+    Sites of ``maskable`` that carry a mask get none.
 
     Raises: CalibrationError naming the site, if a value cannot be calibrated, or holds −inf or the like; or if the
         model is on the meta device.

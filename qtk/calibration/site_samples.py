@@ -89,7 +89,7 @@ class SiteSamples:
         }
 
     def __or__(self, later: SiteSamples) -> SiteSamples:
-        """These samples, those of ``later`` where both have some of a site."""
+        """These samples and the samples of ``later``, which replace these where both have some of a site."""
         both = copy(self)
         both._values = defaultdict(list, {**self._values, **later._values})
         if self._members is not None:

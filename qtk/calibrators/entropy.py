@@ -126,7 +126,7 @@ class Entropy:
 
 
 def _without_zeros(samples: WeightedSamples) -> WeightedSamples:
-    """The samples with the count of the bin that holds 0 limited to that of its fuller neighbour."""
+    """The samples with the count of the bin that holds 0 limited to the count of the fuller neighbour."""
     counts = torch.as_tensor(samples.counts)
     zero_bin = (samples.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
     padded = torch.nn.functional.pad(counts, (1, 1))  # bin i is at i + 1

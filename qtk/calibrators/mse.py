@@ -27,7 +27,7 @@ MOST_STEPS = 10_000
 class Mse:
     """Minimises ``Σ |x - x̂|^norm`` over ``i/steps`` times the observed range, i = 1…steps.
 
-    The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
+    The error of a weight is summed over its elements, the error of an activation over the middles of histogram bins.
 
     Args:
         norm: 2, the squared error; other norms (BRECQ's and QDrop's 2.4) take longer.

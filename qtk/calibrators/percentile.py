@@ -23,7 +23,7 @@ from qtk.public import public
 @public
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """The upper end is the smallest value with at least ``quantile`` of all values at or below it, the lower end alike.
+    """The upper end is the least value with ``quantile`` or more of all values at or below it; the lower mirrors it.
 
     Of n weights the upper end is the ⌈quantile · n⌉-th smallest. Activations are counted in a histogram: the
     end is the outer edge of the bin that holds that value, or the extreme, if that is nearer.

@@ -115,7 +115,7 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
 
 @dataclass(frozen=True, slots=True)
 class SampleErrors:
-    """Errors of candidates, summed over samples, for one spec and norm; ``clipped`` weighs those of clipped values."""
+    """Errors of candidates, summed over samples, for one spec and norm; ``clipped`` weighs errors of clipped values."""
 
     samples: WeightedSamples
     spec: QuantSpec

@@ -1,6 +1,6 @@
 """Minimises the squared quantization error over scale and zero point: AIMET's tf_enhanced.
 
-The candidates are those of AIMET 2.x: with N = qmax - qmin and the observed range widened to hold 0,
+The candidates are the same as in AIMET 2.x: with N = qmax - qmin and the observed range widened to hold 0,
 
     symmetric     scales k/100 of the one that holds the range, k = 1…101
     asymmetric    scales k/16 of it, k = 1…17, each with 20 starts of the range from -N to 0 scales, and with the
@@ -39,7 +39,7 @@ STEPS, STEPS_SYMMETRIC, PLACES = 16, 100, 20
 class TfEnhanced:
     """Minimises the squared error over scale and zero point, errors of clipped values weighted by ``gamma``.
 
-    The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
+    The error of a weight is summed over its elements, the error of an activation over the middles of histogram bins.
 
     Args:
         bins: smallest number of histogram bins over the range of an activation.

@@ -5,8 +5,8 @@ as published in ``TfEnhancedEncodingAnalyzer.cpp`` and ``math_functions.cpp``. I
 fractions of symmetric scales in float32 (here float64), and does not reproduce AIMET's strict-symmetric and
 unsigned-symmetric modes.
 
-N = qmax - qmin; the observed range goes from the left end of the first to that of the last occupied bin, holds 0 and is
-at least 0.01 wide; [-1, 1] if only zeros were seen.
+N = qmax - qmin; the observed range goes from the left end of the first occupied bin to the left end of the last, holds
+0 and is at least 0.01 wide; [-1, 1] if only zeros were seen.
 
     symmetric     scales k/100 of the largest magnitude over N/2, k = 1…101
     asymmetric    scales k/16 of the observed one, k = 1…17, with the range starting at ``int(-N + i·N/20)`` scales,

@@ -41,8 +41,8 @@ class WeightMse:
     themselves, which training has turned to what its inputs hold. Few codes that minimise ``Σ d²`` alone shrink
     every output by the same part, and layer after layer adds to it.
 
-    The ranges are those of ``min_max`` of symmetric codes, [-m, m] with the largest magnitude m, or of all values, and
-    narrower ones down to half the span of the codes at 0.55 m. Histograms of activations are searched alike.
+    The ranges shrink from the range of ``min_max`` ([-m, m] for symmetric codes, m the largest magnitude; else
+    [minimum, maximum]) until half the span of the codes is 0.55 m. Activations are searched so too, on histograms.
 
     Args:
         mean: how much more the inputs vary along their mean.

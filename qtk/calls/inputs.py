@@ -114,7 +114,7 @@ def check_inputs(
         graph: the graph.
         args: positional arguments.
         kwargs: keyword arguments.
-        sizes: what is known of its sizes besides.
+        sizes: what else is known of the graph's sizes.
 
     Raises: CaptureError naming the input, its value and the value at capture.
     """
@@ -149,7 +149,7 @@ def is_free(size: object) -> bool:
 def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments of a call, flat, in the order of the placeholders of ``graph``.
 
-    Raises: CaptureError if their number or nesting is not that of the inputs the model was prepared with.
+    Raises: CaptureError if their number or nesting differs from the inputs the model was prepared with.
     """
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     passed = pytree.tree_leaves((args, dict(kwargs)))

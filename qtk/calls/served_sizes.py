@@ -19,7 +19,7 @@ SIZES = "qtk_sizes"
 """Key of the ``meta`` of a graph: the sizes that it serves."""
 
 BATCH, ALL, LATE, GIVEN, STATIC = "batch", "all", "late", "given", "static"
-"""Which sizes a capture was asked to free: axis 0, every axis, every axis but that took too long, those of explicit
+"""Which sizes a capture was asked to free: axis 0, every axis, every axis but that took too long, the axes of explicit
 dynamic shapes, none."""
 
 
@@ -55,7 +55,7 @@ class SizeLimit:
 
 @dataclass(frozen=True, slots=True)
 class ServedSizes:
-    """The sizes that one graph serves besides those its placeholders show.
+    """The sizes that one graph serves, as far as its placeholders do not show them.
 
     Args:
         asked: what capture was asked to free: one of ``BATCH``, ``ALL``, ``LATE``, ``GIVEN``, ``STATIC``.

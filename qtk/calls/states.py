@@ -23,8 +23,8 @@ def set_states(model: nn.Module, states: Mapping[str, int | str]) -> None:
     Args:
         model: a model captured as one graph, with or without variants.
         states: name of an input → the output that it is in the next call, by its name or its index among all tensors.
-            The tensors of a nested input (``past``, a list of keys and values) pair with those of a nested output, or
-            with as many from the index on: by their places in it, where these are the same, else in order.
+            The tensors of a nested input (``past``, a list of keys and values) pair with the tensors of a nested
+            output, or with as many from the index on: by their places in it, where these are the same, else in order.
 
     Raises: ConfigError for an input or output that does not exist, an output of another dtype than its input or of
         another shape (but along a free axis that grows, as of a cache), one named twice, or a model of several graphs.

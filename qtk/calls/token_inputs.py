@@ -20,7 +20,7 @@ from qtk.torch_private import length_hint
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The layout of a value whose tokens are those of a mask.
+    """The layout of a value whose tokens a mask covers.
 
     Args:
         layout: where they are.
@@ -76,7 +76,7 @@ class CoveredLayouts:
         return found
 
     def _joined(self, by_mask: Sequence[Followed], unmasked: Followed) -> Covered:
-        """Of two masks, that of the outer axis: attention scores have tokens of a decoder over those of an encoder."""
+        """Takes the mask of the outer of two axes: attention scores have decoder tokens over encoder tokens."""
         masked = [Masked(each, index) for index, each in enumerate(by_mask) if isinstance(each, TokenLayout)]
         if masked:
             return min(masked, key=lambda each: _token_axis(each.layout))
@@ -102,7 +102,7 @@ class TokenInputs:
             kwargs: its keyword arguments.
             valid: the masks.
 
-        Returns: ``None`` if no input is, or the arguments are not those of the graph.
+        Returns: ``None`` if no input is, or the graph does not take the arguments.
 
         Raises: CalibrationError if an input may be of several masks.
         """

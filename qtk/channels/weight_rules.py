@@ -96,7 +96,7 @@ def write(state: LabelState, written: ChannelWrite) -> None:
 
 
 def _product_of_activations(state: LabelState, node: fx.Node, row: OpRow, left: object, right: object) -> Labels:
-    """The factors of one operand pass where those of the other are 1: those of v through softmax(q kᵀ) v."""
+    """Passes the channel factors of one operand if the other is unscaled, such as v in softmax(q kᵀ) v."""
     bias = node.args[row.bias] if row.bias is not None else None
     for data, other, contracted in ((right, left, -2), (left, right, -1)):
         labels = state.of(data)

@@ -208,7 +208,7 @@ def targets(
         Path | None, typer.Option("--check", metavar="FILE", help="An exported file, or what sim.export wrote.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Whose rules; left out: those of the target that the file was exported for.")
+        str | None, typer.Option(help="The target with the rules; left out: the target that the file was exported for.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     show_traceback: Traceback = False,

@@ -33,8 +33,8 @@ def imported(locator: str, *, where: str) -> Callable[..., object]:
     try:
         value: object = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}; the current directory and that of the "
-                          "recipe are searched besides the installed packages") from error
+        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}; the installed packages, the current "
+                          "directory and the directory of the recipe were searched") from error
     except RAISED as error:
         raise ConfigError(f"{where}: importing {module_name!r} {what_it_did(error)}") from error
     for part in name.split("."):

@@ -31,7 +31,7 @@ class Source:
     Args:
         build: (name, whether pretrained, the key for messages) → the model.
         input_shape: (name, model) → the input shape with batch size 1; ``None`` if unknown.
-        names: those of its models. Raises: ImportError if the library is not installed.
+        names: () → the names of the models. Raises: ImportError if the library is not installed.
     """
 
     build: Callable[[str, bool, str], nn.Module]

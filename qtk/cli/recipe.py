@@ -55,7 +55,7 @@ class ModelEntry(_Part):
         weights: a .safetensors file, a .pth file with tensors only, or ``pretrained``.
         input_shape: batch included; left out, the model is captured on the first calibration batch.
         dynamic_shapes: sizes that may vary: ``batch``, or ``all`` for sequences of any length.
-        exclude: globs over module paths that stay in float, besides those of the config.
+        exclude: globs over module paths that stay in float, in addition to ``exclude`` of the config.
     """
 
     name: Name
@@ -89,7 +89,7 @@ class Automatic(_Part):
     """``qtk.quantize``: what reaches ``max_drop`` is found by trials, judged by the evaluation data.
 
     Args:
-        max_drop: by how much the metric may be below that of the float model (perplexity and divergence: above it);
+        max_drop: by how much the metric may be below the float model's metric (perplexity and divergence: above it);
             for ``qtk export``, which evaluates nothing, the error of the outputs.
         time_limit: seconds for a model, after which no further trial begins.
     """
@@ -103,7 +103,7 @@ class Setting(_Part):
 
     Args:
         name: its name in the results.
-        weight_bits: width of weights; left out, that of the config's defaults, else 8; ``null`` is float.
+        weight_bits: width of weights; left out, the width in the config's defaults, else 8; ``null`` is float.
         activation_bits: width of activations likewise.
         scheme: how ranges are found, instead of the recipe's.
         config: instead of the recipe's.

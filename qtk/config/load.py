@@ -87,7 +87,7 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
     """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both.
 
-    Runtime and ``kv_cache`` are those of ``extension``, if it names them.
+    Runtime and ``kv_cache`` come from ``extension``, if it names them.
     """
     defaults = {}
     for name in extension.defaults.model_fields_set:

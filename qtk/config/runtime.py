@@ -175,7 +175,7 @@ class NeighbourRule(_Rule):
 
 
 def _tag(value: object) -> str:
-    """The tag of a rule: what it checks. An unknown check is reported as that of a rule on tensors."""
+    """The tag of a rule: what it checks. An unknown check gets the tag of a rule on tensors."""
     check = value.get("check") if isinstance(value, Mapping) else getattr(value, "check", None)
     return f"<{check}>" if f"<{check}>" in RULE_TAGS else RULE_TAGS[0]
 
@@ -191,7 +191,7 @@ class Runtime(Frozen):
     """A runtime and its rules.
 
     Args:
-        target: the name that files carry, so that they can be checked by themselves: that of the target's file.
+        target: the name of the target's file; exported files carry it, so that they can be checked by themselves.
         name: the runtime and the versions that the rules hold for.
         formats: the export formats that it takes, or that its converter takes.
         sources: key → document.

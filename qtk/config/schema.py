@@ -118,7 +118,7 @@ class Io(Frozen):
     """Whether model inputs and outputs are quantized.
 
     Args:
-        inputs: those of the model.
+        inputs: ``quantized`` or ``float``, for the inputs of the model.
         outputs: likewise.
     """
 

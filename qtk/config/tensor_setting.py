@@ -24,7 +24,7 @@ class TensorSetting(BaseModel):
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
         dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
             the granularity; it is for weights only, and ``block_size`` can change its block length. ``int32`` is for
-            biases only: their scale is that of the products that they are added to, see ``plan_biases``.
+            biases only: they have the scale of the products that they are added to, see ``plan_biases``.
         symmetric: the zero point is 0; of an unsigned ``dtype`` the middle code, 128 of uint8.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         axis: of an activation ``per_channel``, and only there: the axis that has a scale for each index, of a fixed
@@ -198,7 +198,7 @@ def _of_an_axis(setting: TensorSetting | str | None) -> TensorSetting | str | No
 
 def _without_axis(setting: TensorSetting | str | None) -> TensorSetting | str | None:
     if isinstance(setting, TensorSetting) and setting.axis is not None:
-        raise ValueError(f"axis {setting.axis}: the channels of a weight are those of its op; leave axis out")
+        raise ValueError(f"axis {setting.axis}: the op decides which axis of a weight has the channels; leave axis out")
     return setting
 
 

@@ -110,11 +110,11 @@ HOST = torch.device("cpu")
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``, those of another device in one copy for each; the rest as they are.
+    """Moves tensors to ``device``, in one copy for each other device; tensors on ``device`` stay as they are.
 
     Floats of at most 64 bits, booleans, and integers of less than 2⁵³ keep their values: they travel as float64.
 
-    Shape: any; results alike, each in its dtype and contiguous if it was copied.
+    Shape: any; results the same, each in its dtype and contiguous if it was copied.
 
     >>> [tensor.tolist() for tensor in moved([torch.tensor([0.5]), torch.tensor([[3]])], HOST)]
     [[0.5], [[3]]]

@@ -66,7 +66,7 @@ class QuantSpec:
             raise SpecError(f"{self.dtype} has neither a zero point nor a narrow range; use symmetric=True, "
                             "narrow_range=False, or an integer format")
         if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, PerBlock)):
-            raise SpecError(f"scales stored as {self.scale_format.value} are those of symmetric blocks; use "
+            raise SpecError(f"scales stored as {self.scale_format.value} need symmetric blocks; use "
                             "symmetric=True and PerBlock(sizes), or leave scale_format out")
         if self.dynamic and self.middle_code:
             raise SpecError(f"dynamic quantization has no symmetric {self.dtype}; use int{self.dtype.bits}, or "

@@ -1,4 +1,4 @@
-"""The name, the inputs and the outputs of an exported file: those of the model, then the buffers that forward writes.
+"""Names an exported file, its inputs and its outputs; the buffers that forward writes come last in both.
 
 Such a buffer is a state: an input that holds its value before the call, and an output that holds the one after it.
 """
@@ -85,7 +85,7 @@ def file_outputs(graph: fx.GraphModule, result: object) -> list[Tensor]:
 
 
 def tensors(leaves: Iterable[object]) -> list[Tensor]:
-    """Those of ``leaves`` that are tensors."""
+    """The tensors among ``leaves``, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

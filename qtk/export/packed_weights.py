@@ -110,7 +110,7 @@ def restored_weight(name: str, how: object, state: Mapping[str, Tensor], kind: o
     Args:
         name: of the weight.
         how: its JSON record: ``spec``, and ``quantizer``, the path of its quantizer.
-        state: name → tensor in the file; that of the weight are its codes.
+        state: name → tensor in the file; the tensor of the weight holds its codes.
         kind: name of its dtype, and its shape.
 
     Raises: EncodingError naming the weight if the record is malformed, or the tensors do not fit.
@@ -184,7 +184,7 @@ def _reason(
     value = _value(source)
     held = names.get(memory_of(value), ())
     if not value.numel() or len(held) != 1:
-        return f"its memory is that of {' and '.join(held)} too" if held else "it is no tensor of the model's state"
+        return f"its memory is held by {' and '.join(held)}" if held else "it is no tensor of the model's state"
     if readers[memory_of(value)] != {quantizer}:
         return "it is read in another format, or in float, by other ops too"
     return None

@@ -131,7 +131,7 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
         if (codes is None) != (constant is None):
             raise ExportError(f"{name} is a constant in one of file and simulation alone")
         if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant.cpu(), encoding)):
-            raise ExportError(f"{name}: the stored integers are not those of the simulation")
+            raise ExportError(f"{name}: the stored integers differ from the codes of the simulation")
 
 
 def _has_ops(site: SimulatedSite) -> bool:

@@ -10,7 +10,7 @@ FileFormat: TypeAlias = Literal["onnx", "pt2e", "encodings"]
 TensorRole: TypeAlias = Literal["activations", "weights", "biases", "constants", "caches"]
 
 QUANTIZE, OUTPUT = "quantize", "output"
-"""Kinds of what reads a value besides ops: a quantizer, and the output of the file."""
+"""The readers of a value that are no ops: a quantizer, and the output of the file."""
 
 
 @dataclass(frozen=True, slots=True)

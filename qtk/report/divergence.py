@@ -1,4 +1,4 @@
-"""How far the distributions of a simulated language model are from those of the float model."""
+"""Reports how far a simulated language model's distributions are from the float model's distributions."""
 
 from __future__ import annotations
 

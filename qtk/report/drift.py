@@ -30,7 +30,7 @@ class Drift:
 
     @property
     def growth_db(self) -> float:
-        """By how much the error grows: mean SQNR of the first quarter of the steps less that of the last."""
+        """By how much the error grows: mean SQNR of the first quarter of the steps less mean SQNR of the last."""
         first, last = self._quarters
         return statistics.fmean(first) - statistics.fmean(last)
 

@@ -147,7 +147,7 @@ def _amplified(run: Run, circumstances: Circumstances, *, explained: bool, is_ri
     reasons = []
     if is_right:
         reasons.append(f"given the values of {circumstances.reference}, each of its {len(run.ops or ())} ops computes "
-                       f"those of {circumstances.reference}")
+                       f"the values of {circumstances.reference}")
     if explained:
         reasons.append(f"float rounding in another order takes {circumstances.reference} as far from itself")
     return Finding(

@@ -17,7 +17,7 @@ from qtk.report.site_errors import SiteError, SiteErrors
 from qtk.report.svg import Histogram, channels_svg, curve_svg, histogram_svg
 
 GOOD_DB, BAD_DB = 40.0, 10.0
-"""Own SQNR at which the colour of a site is that of a good one, and of a bad one."""
+"""Own SQNR from which a site is coloured as good, and below which it is coloured as bad."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Sensitivity:
         name: of the site, or of the module whose sites are a group.
         sites: the sites that are switched together.
         increase: how much the loss is above float when only these are quantized.
-        recovery: how much the loss is below that of the simulation when only these are not quantized; NaN if it was not
+        recovery: how much less than the simulation's the loss is when only these are not quantized; NaN if it was not
             measured.
         exact: both were measured; else the increase is an estimate.
         estimated_increase: the estimate by gradients.

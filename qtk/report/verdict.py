@@ -54,10 +54,10 @@ class Run:
         total: the differences over all outputs; ``None`` if the runtime refuses the file.
         top1: share of equal argmax over the last axis of the first output; ``None`` if that has no such axis.
         outputs: the differences of each output.
-        sites: those of each quantized value, in graph order; empty if they cannot be seen without changing the run.
+        sites: the differences of each quantized value, in graph order; empty if reading them would change the run.
         nodes: what the runtime executes; ``None`` if it executes the file as it is.
         latency_ms: median of one run; ``None`` if not measured.
-        float_latency_ms: that of the float export in the same runtime, measured in turns with it.
+        float_latency_ms: median of one run of the float export in the same runtime, measured in turns with the file.
         refusal: the runtime's message if it does not run the file.
         unseen_sites: the number of sites in the bodies of loops, whose values no runtime returns.
         ops: the differences of each site and output where each op is given the reference values of its inputs; ``None``

@@ -67,8 +67,8 @@ class AbsorbBias:
 def folded_statistics(model: nn.Module) -> Statistics:
     """Weight → mean and standard deviation [out] of what its layer makes, of layers that a batch norm was folded into.
 
-    They are those of the batch norm in training, times what later steps scaled the layer's bias by, less what they took
-    from it.
+    They are the statistics of the batch norm's output in training, scaled and shifted as later steps scaled and shifted
+    the layer's bias.
     """
     statistics: dict[str, tuple[Tensor, Tensor]] = {}
     weights: dict[str, str] = {}

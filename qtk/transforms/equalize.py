@@ -1,7 +1,7 @@
 """Cross-layer equalization on a captured graph: which channels have layers before and behind them, and their factors.
 
-The channels that may be scaled, and the parameters that absorb the factors, are those of ``ChannelScales``; the factors
-those of ``qtk.algorithms.equalization``. A ReLU6 between two layers becomes a clamp whose bounds are scaled too, so
+``ChannelScales`` finds the channels that may be scaled, and the parameters that absorb the factors, which
+``qtk.algorithms.equalization`` computes. A ReLU6 between two layers becomes a clamp whose bounds are scaled too, so
 that the function stays exactly what it was.
 """
 
@@ -38,7 +38,7 @@ def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | N
 
     Biases far above 0 in front of a rectifier are absorbed by the layers behind it first, as far as the statistics of
     folded batch norms and the example inputs allow; the function stays what it was where values stay in that range.
-    Mean, standard deviation and bias of a channel are scaled alike, so that the order of the two makes no difference.
+    Mean, standard deviation and bias of a channel are scaled by one factor, so that their order makes no difference.
 
     Changes ``model``, a prepared one without quantizers; parameters are replaced, not written to.
 

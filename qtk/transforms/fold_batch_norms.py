@@ -33,7 +33,7 @@ from qtk.transforms.steps import RemoveParameters, make, steps_of
 def fold_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
     """Folds every batch norm of a prepared model without quantizers, each proved on the example inputs.
 
-    Changes ``model``; parameters are replaced, not written to. Those of folded batch norms are removed.
+    Changes ``model``; parameters are replaced, not written to. The parameters of folded batch norms are removed.
 
     Args:
         model: the model.

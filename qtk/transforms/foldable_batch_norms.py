@@ -164,7 +164,7 @@ class _Finder:
         layer = self._layer(op)
         out_axis = value.meta["val"].ndim - 1 if layer.product in (Product.OUT_IN, Product.IN_OUT) else 1
         if axis != out_axis:
-            raise _NotFoldable(f"its channels are not those of {owner_of(layer.weight)}")
+            raise _NotFoldable(f"its channels are not the output channels of {owner_of(layer.weight)}")
         return layer, op
 
     def _consumers(self, call: _Call) -> tuple[Layer, ...]:

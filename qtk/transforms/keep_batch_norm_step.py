@@ -42,7 +42,7 @@ REORDERING = ("reshape", "squeeze", "transpose")
 class KeepBatchNorm:
     """Lets a layer compute its folded weight and bias in the graph, for quantizers, with the batch norm behind it live.
 
-    The sites of the folded layer (``conv.weight``, ``conv.bias``, ``conv:out``) are those of the computed weight, the
+    The sites of the folded layer (``conv.weight``, ``conv.bias``, ``conv:out``) name the computed weight, the
     computed bias and the output of the batch norm. See ``qtk.nn.kept_batch_norm``.
 
     Args:

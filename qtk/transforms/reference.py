@@ -30,7 +30,7 @@ class Reference:
 
     Args:
         model: the model before it is rewritten in steps, which replace its parameters and do not write to them.
-        call: the example inputs; those of other kinds of calls are added.
+        call: the example inputs; the model's examples of other kinds of calls are added.
     """
 
     def __init__(self, model: PreparedModel, call: Call) -> None:

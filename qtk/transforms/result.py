@@ -47,7 +47,7 @@ class TransformResult:
     Args:
         transform: its name.
         groups: one result for each group, in graph order.
-        sites: of the values that changed; those of changed parameters are not listed.
+        sites: of the values that the applied groups changed.
         difference: largest change of an output, relative to the largest output; ``None`` if it was to change.
         nothing: what the model has none of, for the message if there are no groups.
     """

@@ -246,7 +246,8 @@ class SmoothQuant:
             reason = f"a multiplication would lower the error by {gain}, {LEAST_GAIN_DB:g} dB are required"
             return Group(name, (), reason, (), choice.before, choice.before)
         steps = tuple(inserting_steps(self._model, value.readings, choice.scale))
-        where = f"by a multiplication of {statistics.elements} elements, 1/{work:.0f} of those of its layers"
+        where = (f"by a multiplication of {statistics.elements} elements, "
+                 f"1/{work:.0f} of the multiplications of its layers")
         changed = {item.weight for item in value.readings}
         sites = {edge_site(port) for item in value.readings for port in ports(item.node)}
         sites |= sites_of_parameters(self._model, changed)
@@ -323,7 +324,7 @@ def _raise_to(maximum: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def _absmax_like(weight: Tensor, channel: Tensor) -> Tensor:
-    """The largest |weight| over the axes along which ``channel`` does not vary. Shape: that of ``channel``."""
+    """The largest |weight| over the axes along which ``channel`` does not vary. Shape: as ``channel``."""
     rank = weight.ndim
     lined = [1] * (rank - channel.ndim) + list(channel.shape)
     reduced = [axis for axis in range(rank) if lined[axis] == 1 and weight.shape[axis] > 1]

@@ -88,7 +88,7 @@ def is_transformed(model: PreparedModel) -> bool:
 
 
 def make(model: PreparedModel, steps: Sequence[Step]) -> None:
-    """Makes ``steps`` in order and adds them to those of the model. Changes ``model``; no tensor is written to."""
+    """Makes ``steps`` in order and adds them to the model's steps. Changes ``model``; no tensor is written to."""
     model.meta[STEPS] = (*steps_of(model), *steps)
     if not steps:
         return

@@ -11,7 +11,7 @@ from qtk.operators.op_row import Product
 def along_outputs(values: Tensor, shape: tuple[int, ...], product: Product, groups: int = 1) -> Tensor:
     """One value per output channel, laid out so that it broadcasts to a weight.
 
-    Shape: ``values`` [out]; result broadcastable to ``shape``, that of the weight.
+    Shape: ``values`` [out]; result broadcastable to ``shape``, the shape of the weight.
 
     >>> import torch
     >>> along_outputs(torch.arange(4), (6, 2, 3), Product.CONV_TRANSPOSE, groups=2).squeeze(-1).tolist()
@@ -28,7 +28,7 @@ def output_axis(product: Product) -> int:
 def along_inputs(values: Tensor, shape: tuple[int, ...], product: Product, groups: int = 1) -> Tensor:
     """One value per input channel, laid out so that it broadcasts to a weight.
 
-    Shape: ``values`` [in]; result broadcastable to ``shape``, that of the weight.
+    Shape: ``values`` [in]; result broadcastable to ``shape``, the shape of the weight.
 
     >>> import torch
     >>> along_inputs(torch.arange(4), (2, 2, 3), Product.CONV, groups=2).squeeze(-1).tolist()

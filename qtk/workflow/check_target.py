@@ -130,7 +130,7 @@ def _check(path: Path, file: QuantizedFile, runtime: Runtime) -> TargetCheck:
 
 
 def _runtime_in(file: QuantizedFile, path: Path) -> Runtime:
-    """That of the target which the file names."""
+    """The runtime of the target that the file names."""
     known = runtimes()
     if file.target is None:
         raise ExportError(f"{path} does not say which target it is for; name one (--target): {', '.join(known)}")

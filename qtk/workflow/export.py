@@ -86,7 +86,7 @@ class OnnxOptions:
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
         run: run the file on the example inputs, with ONNX Runtime's optimizations off and on, where it is installed,
             and warn of what departs from the simulation.
-        output_names: names of the outputs, in order; ``None``: those of the model's dict, or ``output_0``,
+        output_names: names of the outputs, in order; ``None``: the keys of the model's dict, or ``output_0``,
             ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
         state_codes: take and return ``states`` as their integer codes, which a loop passes on as they are: of 8 bits a
             quarter of the bytes. Which output an input is next, and the encodings, stand in the file.
@@ -113,8 +113,8 @@ def export(
     >>> (folder / "model.onnx").exists()
     True
 
-    Each file is read back before the directory appears: its encodings and stored integers must be bit-equal to those of
-    the simulation. Batch norms that are kept until the export are folded while the files are written.
+    Each file is read back before the directory appears: its encodings and stored integers must equal the simulation's
+    bit for bit. Batch norms that are kept until the export are folded while the files are written.
 
     Args:
         simulation: the simulation to export.
@@ -184,7 +184,7 @@ def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folde
         stored = encodings_json.parse(encodings_json.load_object(path), path.name)
         compare_encodings(stored.encodings, encodings)
         if (stored.dynamic, stored.masked, stored.parameters) != (dynamic, masked, parameters):
-            raise ExportError("the sites of parameters, of dynamic quantization, or with masks, are not those of the "
+            raise ExportError("the sites of parameters, of dynamic quantization, or with masks, differ from the "
                               "simulation")
 
 
@@ -272,7 +272,7 @@ def _onnx(
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
     if output_names is not None and [*calls] != [""]:
-        raise ExportError(f"output_names are those of one file, and this model is exported as {len(calls)}, one for "
+        raise ExportError(f"output_names are for one file, and this model is exported as {len(calls)} files, one for "
                           "each graph in its Python; leave them out")
     for path, (graph, _) in calls.items():
         bfloat16 = values_of(graph, torch.bfloat16)

@@ -64,7 +64,7 @@ def export_gguf(
 
     Raises: CheckError if the simulation is not sound; ExportError if the package is missing, a site has no such type, a
         weight no tensor in the template, a weight is read in float or by another quantizer too, two parameters have one
-        tensor, ``names`` has an unknown one, a transform has changed the ops, a parameter in float is not that of the
+        tensor, ``names`` has an unknown one, a transform has changed the ops, a parameter in float differs from the
         template, or the template is of another model; if a file cannot be read or written, or read back differs.
     """
     model = sim.simulation.model
@@ -202,7 +202,7 @@ def _compare_floats(
 ) -> None:
     """Compares what stays in float with the template, which keeps it.
 
-    Raises: ExportError naming the parameters that are not those of the template.
+    Raises: ExportError naming the parameters that differ from the template.
     """
     changed = [f"{parameter} ({name})" for parameter, value in values.items() for name in placed.get(parameter, ())
                if not _is_stored(source.floats(name), source.dtype(name), value.detach().cpu())]
@@ -241,10 +241,10 @@ def _order(rows: Tensor, weight: Tensor, parameter: str, path: Path) -> Tensor:
     """The rows of ``weight`` in the order of the template's. Shape: both [out, in]; result int64 [out].
 
     What it proves of the template, by up to about ``COLUMNS`` columns: each of its rows is nearest to another row of
-    the weight, all of these once, and they differ by less than half of the sum of squares; or, where rows are alike,
-    they differ in the order that they have by less than a tenth of it. It does not prove that the template is of the
-    same numbers: a weight may have been rounded by a layer-wise method, or trained on, and it is the weight that is
-    written.
+    the weight, all of these once, and they differ by less than half of the sum of squares; or, where rows are
+    nearly equal, they differ in the order that they have by less than a tenth of it. It does not prove that the
+    template is of the same numbers: a weight may have been rounded by a layer-wise method, or trained on, and it is the
+    weight that is written.
 
     Raises: ExportError if they are not the same rows.
     """
@@ -262,7 +262,7 @@ def _order(rows: Tensor, weight: Tensor, parameter: str, path: Path) -> Tensor:
         return order
     if error_in_place < 0.1 * energy:
         return identity
-    raise ExportError(f"{path} is of another model: the rows of {parameter} are not those of its tensor; make the "
+    raise ExportError(f"{path} is of another model: the rows of {parameter} are not the rows of its tensor; make the "
                       "template of the float model that was simulated")
 
 

@@ -213,7 +213,7 @@ def apply_reconstruction(
     >>> print(report)  # doctest: +ELLIPSIS
     0.weight … 2.weight  ... → ... dB  held out ... → ... dB  ...
 
-    In one call, whose options are those of both; one block after the other:
+    In one call, which takes the options of both; one block after the other:
 
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=3, activation_bits=3)
     >>> sim.compute_encodings(batches, progress=False)

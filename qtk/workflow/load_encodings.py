@@ -101,8 +101,8 @@ def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: boo
     missing: input:input, 1:out
 
     The format is found by itself: qtk's own, or AIMET's schema 0.6.1, 1.0.0, 2.0.0 or 2.1.0. Entries have the names
-    that ``export`` gives tensors, those of torch's TorchScript exporter, or those of modules; beside an ONNX file of
-    the same name also those of its inputs, outputs and of torch's other exporter.
+    that ``export`` gives tensors, names of torch's TorchScript exporter, or names of modules; beside an ONNX file of
+    the same name also names of inputs and outputs of this file, and names of torch's other exporter.
 
     Args:
         holder: its simulation changes.
@@ -136,7 +136,7 @@ def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: boo
     findings += [f"{name} is {spec}, the site is planned as {plan[by_name[name]].spec}; plan the site like the file"
                  for name, spec in content.dynamic.items() if name in by_name and plan[by_name[name]].spec != spec]
     if content.entries and not sites and not findings:
-        findings.append("no entry is that of a site of the model; print(sim.plan) shows all")
+        findings.append("no entry belongs to a site of the model; print(sim.plan) shows all")
     if findings:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError(f"{where} does not fit the simulation, nothing was loaded:\n  "
@@ -193,7 +193,7 @@ def _content(source: Source, where: str) -> _Content:
 def _encodings(
     content: _Content, sites: Mapping[str, Site], simulation: Simulation, findings: list[str]
 ) -> tuple[dict[Site, Encoding], dict[Site, Encoding]]:
-    """The encodings of leaders, and those of int32 biases; what does not fit is added to ``findings``."""
+    """The encodings of leaders, and the encodings of int32 biases; adds what does not fit to ``findings``."""
     shapes, plan = site_shapes(simulation.model), simulation.plan
     loaded: dict[Site, Encoding] = {}
     biases: dict[Site, Encoding] = {}
@@ -247,7 +247,7 @@ def _unknown(name: str, plan: QuantPlan) -> str:
 def _unequal_products(
     biases: Mapping[Site, Encoding], loaded: Mapping[Site, Encoding], simulation: Simulation
 ) -> Iterable[str]:
-    """The int32 biases whose scale is not that of input times weight, as it would be after loading."""
+    """A finding for each int32 bias whose scale would not be the scale of input times weight after loading."""
     for site, encoding in biases.items():
         factors = simulation.plan[site].factors
         assert factors is not None
@@ -257,8 +257,8 @@ def _unequal_products(
             continue
         of_input, of_weight = (scale.cpu() for scale in scales if scale is not None)
         if not torch.equal(of_input * of_weight, encoding.scale):
-            yield (f"{site}: its scale is not that of {factors[0]} times that of {factors[1]}, and an int32 bias has "
-                   "no other; pass strict=False to ignore it")
+            yield (f"{site}: an int32 bias needs the scale of {factors[0]} times the scale of {factors[1]}, and the "
+                   "entry has another; pass strict=False to ignore it")
 
 
 def _sites_read(model: nn.Module) -> dict[str, str]:

@@ -25,7 +25,7 @@ def model_of_folder(folder: Path, build: Callable[[], nn.Module] | None = None) 
 
     Args:
         folder: holds ``*.safetensors``.
-        build: makes the model, whose parameters get no memory while it runs; ``None``: that of the class of
+        build: makes the model, whose parameters get no memory while it runs; ``None``: it calls the class of
             transformers that ``config.json`` names, as ``save_pretrained`` wrote it.
 
     Raises: ConfigError if the folder or a package is missing, or the weights do not fit.

@@ -230,7 +230,7 @@ def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
 
 
 def _as_asked(output: Any, interface: Interface, flags: Mapping[str, object]) -> Any:
-    """The output as ``flags`` ask for it, those of a call that no graph takes.
+    """The output as ``flags`` ask for it, the arguments of a call that no graph takes.
 
     Raises: CaptureError if the output that was captured is another one.
     """

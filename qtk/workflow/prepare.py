@@ -284,7 +284,7 @@ def _captured(
         ]
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
-            text = _registration(calls, expected)  # explicit dynamic shapes are those of one graph
+            text = _registration(calls, expected)  # explicit dynamic shapes are for one graph
             raise error if text is None else CaptureError(f"{error}\n  {text}") from error
         refuse_equal_kinds([call_kind(signature_of(model), call.args, call.kwargs) for call in calls], calls)
         paths = set().union(*excluded)
@@ -381,7 +381,7 @@ def _nested_ops(prepared: PreparedModel) -> list[str]:
 
 
 def _restore_training_flags(prepared: PreparedModel, model: nn.Module) -> None:
-    """Gives every module the training flag of its original, recovered modules that of their owner."""
+    """Gives every module the training flag of its original, and recovered modules the flag of their owner."""
     flags = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
     for path, module in prepared.named_modules(remove_duplicate=False):
         while path not in flags:

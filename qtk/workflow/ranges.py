@@ -35,7 +35,7 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
     for site in leaders(simulation.plan, names):
         spec, scale = simulation.plan[site].spec, simulation.quantizers[site].scale
         if spec.dynamic:
-            raise CalibrationError(f"{site} is quantized dynamically, its range is that of each tensor at run time; "
+            raise CalibrationError(f"{site} is quantized dynamically: each tensor has a range of its own at run time; "
                                    "plan it without dynamic, or name other sites")
         if scale is None and not isinstance(spec.granularity, PerTensor):
             raise CalibrationError(f"{site} is {spec.granularity}, the number of its scales is not known yet; "

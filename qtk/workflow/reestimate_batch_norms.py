@@ -52,9 +52,9 @@ def reestimate_batch_norms(
     sim: HasSimulation, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
     progress: bool = True, valid: Valid | None = None,
 ) -> TransformResult:
-    """Replaces the running statistics of batch norms by those of the quantized forward pass.
+    """Replaces the running statistics of batch norms by the statistics of the quantized forward pass.
 
-    After training with quantized weights the statistics are those of other weights. Each becomes the average of the
+    After training with quantized weights the statistics belong to other weights. Each becomes the average of the
     batches' means and variances, every batch norm normalising by its batch meanwhile, as in training. This changes the
     function. A simulation whose batch norms are folded has none: plan it with ``fold_batch_norms: at_export``.
 
@@ -142,7 +142,7 @@ def _norms(model: nn.Module) -> Iterator[_Norm]:
 def _averaging(norms: list[_Norm], tokens: ValidTokens) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
     """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too.
 
-    The statistics are those of the valid tokens.
+    The statistics are computed over the valid tokens.
 
     Yields: id of a running mean → the averages of the means and of the variances; the running ones stay.
     """

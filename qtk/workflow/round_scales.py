@@ -39,12 +39,12 @@ def round_scales(sim: HasSimulation, dtype: torch.dtype | None = None) -> dict[s
     True
 
     A language model in bfloat16 has bfloat16 scales in its checkpoint, GGUF has float16 ones. Layers with NVFP4 weights
-    that read the same value get one scale of the tensor, for servers fuse them. Codes are those of the rounded scales.
+    that read the same value get one scale of the tensor, for servers fuse them. Codes follow from the rounded scales.
     Run it after calibration and layer-wise methods, before the export.
 
     Args:
         sim: a calibrated simulation; changed.
-        dtype: float16, bfloat16 or float32; ``None``: that of each value.
+        dtype: float16, bfloat16 or float32; ``None``: the dtype of each value.
 
     Returns: site → the largest relative change of its scales, of those that changed.
 
@@ -93,7 +93,7 @@ def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:
     """The encodings of NVFP4 weights whose products read the same value, with the largest scale of the tensor.
 
-    A weight that reads two values joins those of both.
+    A weight that multiplies two values joins the weights of both.
     """
     groups: dict[fx.Node, dict[Quantizer, Encoding]] = {}
     for graph in graphs(sim.simulation.model).values():

@@ -5,7 +5,7 @@ buffers that are not persistent, and tensors that the model's code holds without
 float, or the codes of their quantizers.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
 ``transforms.safetensors``), name, dtype and shape of every tensor, which quantizers are switched off, digests of the
-files, that of the model's arithmetic, and the quantizers of weights that are stored as codes.
+files, a digest of the model's arithmetic, and the quantizers of weights that are stored as codes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stored:
         steps: of the transforms made on its float model.
         arithmetic: digest of its model's ops; ``None`` if another version of torch captured them.
         flags: flag of a quantizer, or ``bypassed`` → the sites whose quantizers have it.
-        variants: how many kinds of calls the model had graphs for besides that of its example inputs.
+        variants: how many kinds of calls the model had graphs for, the example inputs not counted.
     """
 
     arguments: Mapping[str, object]
@@ -200,7 +200,7 @@ def prepare_stored(
     stored: Stored, model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool,
     variants: Sequence[ExampleInputs],
 ) -> PreparedModel:
-    """``model`` prepared and rewritten as that of the stored simulation; arguments as for ``QuantSim.load``.
+    """Prepares ``model`` and rewrites it as the stored simulation was; arguments as for ``QuantSim.load``.
 
     Raises: EncodingError if the stored model had a graph for more or fewer kinds of calls.
     """
@@ -208,8 +208,8 @@ def prepare_stored(
     prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=shapes)  # type: ignore[arg-type]
     given = len(prepared.examples) - 1
     if stored.variants != given:
-        raise EncodingError(f"the stored simulation has graphs for {stored.variants} kinds of calls besides that of "
-                            f"its example inputs, and {given} variants are given; give those that it was made with")
+        raise EncodingError(f"the stored simulation has graphs for {stored.variants} variants, other kinds of "
+                            f"calls, and {given} are given; give the variants that it was made with")
     make(prepared, stored.steps)
     return prepared
 

@@ -46,7 +46,7 @@ def verify_files(
     Args:
         directory: what ``sim.export`` wrote, or one file of it.
         data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs.
-            Buffers of the model begin as they were exported, and each batch has those of the batch before.
+            Buffers of the model begin as they were exported; each batch begins with the buffers of the batch before.
         runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
         latency: the latency to measure; without a float export only the files are timed.
         valid: names of inputs that say which tokens count, masks [samples, tokens] of 0 and 1. Of a value whose first
@@ -132,7 +132,7 @@ def _mask(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _counted(value: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
-    """Which elements of a value are those of tokens that count; ``None``: all."""
+    """Which elements of a value belong to tokens that count; ``None``: all."""
     for mask in masks:
         for tokens in (mask, mask.flatten()):
             if value.ndim > tokens.ndim and value.shape[:tokens.ndim] == tokens.shape:

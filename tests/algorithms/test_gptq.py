@@ -124,7 +124,7 @@ def test_inputs_that_say_nothing_about_each_other_leave_the_nearest():
 def test_what_makes_no_sense_is_refused():
     weight, _, scale, _, _ = problem(False, (1, WHOLE))
     broken = torch.full((WIDTH, WIDTH), 5.0, dtype=torch.float64) - 10 * torch.eye(WIDTH, dtype=torch.float64).flip(0)
-    with pytest.raises(CalibrationError, match="too alike"):
+    with pytest.raises(CalibrationError, match="too correlated"):
         gptq(weight, broken, grid_of(weight, scale, None, (1, WHOLE)), damping=1e-9)
 
 

@@ -127,7 +127,7 @@ def test_a_file_whose_ops_are_right_is_not_blamed_for_what_the_model_amplifies()
     far = [replace(run(way, 18.1, 0.3), ops=RIGHT) for way in (OFF, ON)]
     (finding,) = judged(*far, run(EXACT, 18.0, 0.3), tolerance_db=19.0)
     assert finding.level is Level.YELLOW
-    assert "each of its 3 ops computes those of the simulation" in finding.cause
+    assert "each of its 3 ops computes the values of the simulation" in finding.cause
 
 
 @pytest.mark.parametrize("wrong", [

@@ -272,7 +272,7 @@ def test_only_one_factor_of_a_product_carries_the_scale():
 def test_a_multiplication_is_inserted_where_nothing_can_absorb_the_scale():
     sim, result = applied("gelu")
     (group,) = result.applied
-    assert "multiplication of 4096 elements, 1/32 of those of its layers" in group.detail
+    assert "multiplication of 4096 elements, 1/32 of the multiplications of its layers" in group.detail
     assert 10 * math.log10(group.before / group.after) >= 3
     assert "fc2.channel_scale:out" in sim.quantizers
     assert "gelu:out" not in sim.quantizers

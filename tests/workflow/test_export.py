@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("initializer", "change", "said"),
     [
-        ("0.weight.codes", lambda array: array + (array < 100), "the stored integers are not those of the simulation"),
+        ("0.weight.codes", lambda array: array + (array < 100), "the stored integers differ from the codes"),
         ("0.weight.scale", lambda array: array * 2, r"scale\[0\] is"),
         ("1:out.zero_point", lambda array: array + 1, r"zero_point\[0\] is"),
         ("input:input.scale", lambda array: array * np.float32(1 + 2**-23), r"scale\[0\] is"),

@@ -1,6 +1,6 @@
 """Specs as arguments of the library's ``QuantizationArgs``, and the numbers of weights in the library's shapes.
 
-Codes are signed: those of an unsigned format less ``2^(bits - 1)``.
+Codes are stored signed: codes of an unsigned format less ``2^(bits - 1)``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _number_format(spec: QuantSpec) -> dict[str, object]:
 
 
 def signed_shift(spec: QuantSpec) -> int:
-    """What codes of a format are larger by than those of the signed one, as which they are stored."""
+    """The number by which codes are lowered to be stored signed: 0 for a signed format."""
     return 0 if spec.dtype.signed else 1 << (spec.dtype.bits - 1)
 
 

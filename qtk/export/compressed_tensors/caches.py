@@ -43,7 +43,7 @@ def caches_of(model: nn.Module) -> dict[str, list[Quantizer]]:
                 own = [each for each in cache_quantizers(flow, operand) if each.mode is Mode.SIMULATE]
                 if own and is_assembled(flow, reads.keys):
                     raise ExportError(
-                        f"the keys of {_path(operand.port.user)} are assembled from those of several layers, as from "
+                        f"the keys of {_path(operand.port.user)} are assembled from several layers, as from "
                         f"the latent of DeepSeek's attention: servers cache what they are made from, and would take "
                         f"{' and '.join(NAMES)} for its scales; take kv_cache out of the config")
                 known = found.setdefault(f"{_path(operand.port.user)}.{name}", [])
@@ -117,7 +117,7 @@ def warn_of_caches(
     if any(each.encoding is not None and not torch.equal(each.encoding.scale.cpu().flatten(), scale.float().flatten())
            for each, scale in zip(own, scales.values(), strict=True)):
         warnings.warn("scales of keys and values are rounded to the dtype of the model in the file; "
-                      "qtk.round_scales(sim) before the export rounds those of the simulation", stacklevel=3)
+                      "qtk.round_scales(sim) before the export rounds the scales of the simulation", stacklevel=3)
     if any(not isinstance(each.spec.dtype, FloatDtype) for each in own):
         warnings.warn("vLLM, SGLang and TensorRT-LLM hold caches in fp8_e4m3 and may take the scales of int8 codes for "
                       "such; write kv_cache: {dtype: fp8_e4m3} for them", stacklevel=3)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: those of quantized layers as the library stores them, all others as they are."""
+"""Makes the tensors of a checkpoint: quantized layers as the library stores them, all other tensors unchanged."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from qtk.export.compressed_tensors.layers import Layers, alike
 
 
 def warn_of_files(layers: Layers) -> None:
-    """Warns of rounded scales, of layers that servers fuse and that are not alike, and of what transformers lacks."""
+    """Warns of rounded scales, of unequally quantized layers that servers fuse, and of what transformers lacks."""
     _warn_of_rounded_scales(layers)
     _warn_of_siblings(layers)
     _warn_of_what_transformers_loads(layers)
@@ -34,12 +34,12 @@ def _warn_of_rounded_scales(layers: Layers) -> None:
     if rounded:
         dtype = str(rounded[0].weight.dtype).removeprefix("torch.")
         warnings.warn(f"scales of {len(rounded)} layers ({rounded[0].name}, …) are rounded to {dtype}, the dtype of "
-                      "the model, in the file; qtk.round_scales(sim) before the export rounds those of the "
-                      "simulation, which is then the file exactly", stacklevel=4)
+                      "the model, in the file; qtk.round_scales(sim) before the export rounds the scales "
+                      "of the simulation too, which then equals the file", stacklevel=4)
 
 
 def _warn_of_siblings(layers: Layers) -> None:
-    """Warns of layers that read the same value, which servers fuse (queries, keys and values), and are not alike."""
+    """Warns of unequally quantized layers that read the same value, which servers fuse (queries, keys and values)."""
     divisors = layers.global_scales()
     for members in layers.siblings():
         first, others = members[0], members[1:]
@@ -76,7 +76,7 @@ def _warn_of_what_transformers_loads(layers: Layers) -> None:
             and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
     if lost:
         warnings.warn(f"transformers loads {lost[0]}{_more(lost)} with inputs in float, "
-                      "for it quantizes those of nn.Linear alone; servers quantize the inputs of experts",
+                      "for it quantizes the inputs of nn.Linear alone; servers quantize the inputs of experts",
                       stacklevel=4)
 
 

@@ -48,7 +48,7 @@ def write(
 def quantization_config(
     layers: Sequence[StoredLayer], in_float: Iterable[str], cache: object | None = None
 ) -> dict[str, object]:
-    """One group of layers for each scheme; the one with most layers is that of all ``Linear`` that are not ignored.
+    """One group of layers for each scheme; the largest group targets every ``Linear`` that is not ignored.
 
     It is the last: the library takes the first target that fits a layer, and warns of targets that fit none then.
     """

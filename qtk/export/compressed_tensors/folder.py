@@ -100,7 +100,7 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None, *, p
 
 
 def _dtype(layers: Layers, model: nn.Module) -> torch.dtype:
-    """Of the model: that of its quantized layers, else of its first parameter."""
+    """The dtype of the model: of the first quantized layer, else of the first floating-point parameter."""
     weights = (layer.weight for layer in layers.quantized.values())
     return next((each.dtype for each in (*weights, *model.parameters()) if each.is_floating_point()), torch.float32)
 
@@ -175,7 +175,7 @@ def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = 
                           f"{len(own_scales)}")
     for name, scale in scales.items():
         if not torch.equal(scale, own_scales[name]):
-            raise ExportError(f"{name} is not that of the simulation")
+            raise ExportError(f"{name} differs from the scale in the simulation")
 
 
 def _compare(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
@@ -183,7 +183,7 @@ def _compare(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
         raise ExportError(f"{name}: the config has {_arguments(layer.scheme)}, the simulation "
                           f"{_arguments(expected.scheme)}")
     if not _equal(layer, expected):
-        raise ExportError(f"{name}: its scales, zero points or integers are not those of the simulation")
+        raise ExportError(f"{name}: the scales, zero points or integers differ from the simulation")
 
 
 def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:

@@ -39,7 +39,7 @@ KINDS = ("linear", "matmul", "addmm", "grouped_matmul")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedLayer:
-    """The quantized weight of a layer, or those of a stack of layers.
+    """The quantized weight of a layer, or of a stack of layers.
 
     Args:
         name: of the parameter, ``blocks.0.up.weight``.

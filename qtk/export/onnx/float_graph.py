@@ -50,7 +50,7 @@ def export(
         model: the prepared model with its quantizers. It is exported in eval mode and not changed.
         example_inputs: a tensor, tuple or dict the model runs on, or a call of it; the values do not matter.
         path: the file to write.
-        names: name of a tensor → name of its site, see ``tensor_names``; those of other graphs do not matter.
+        names: name of a tensor → name of its site, see ``tensor_names``; names of other graphs do not matter.
         opset: ONNX operator set.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
 

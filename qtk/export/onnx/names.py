@@ -55,7 +55,7 @@ def name_inputs_and_outputs(graph: ir.Graph, names: ValueNames, inputs: Sequence
 def name_lengths(graph: ir.Graph, equal: Sequence[EqualAxes]) -> None:
     """Gives each dynamic length of the inputs one name in place of torch's symbols (``s77``).
 
-    That of ``equal``, else ``batch`` for the first dynamic axis 0, else the first of torch's symbols for it.
+    The name comes from ``equal``, else is ``batch`` for the first dynamic axis 0, else the first of torch's symbols.
     """
     lengths = {(value.name, axis): length.value for value in graph.inputs
                for axis, length in enumerate(value.shape or ()) if isinstance(length, ir.SymbolicDim) and length.value}
@@ -112,7 +112,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 def name_nodes(model: ir.Model) -> None:
     """Names every node whose origin torch's exporter recorded ``<op>/<kind>``: ``blocks.0.attn.qkv/MatMul``. In place.
 
-    An op may become several nodes; those of one kind are numbered. Constants lose their names, which would only take
+    An op may become several nodes; nodes of one kind are numbered. Constants lose their names, which would only take
     room; other nodes keep theirs. Parameters have the names of the original model.
     """
     for value in list(model.graph.initializers.values()):

@@ -157,7 +157,7 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
 
 
 def _checked_names(names: Sequence[str], marked: MarkedGraph, returned: Sequence[str]) -> tuple[str, ...]:
-    """The names of all outputs, those of buffers last.
+    """The names of all outputs, buffers last.
 
     Args:
         names: of the outputs that the model returns.
@@ -226,7 +226,7 @@ def _compare_site(stored: StoredSite, simulated: SimulatedSite) -> None:
     if value is not None and value.numel() == 1:
         value = value.reshape(expected.shape)  # a scalar has the rank of what it is added to (scalar_ranks)
     if value is None or not torch.equal(value.to(expected.dtype), expected):
-        raise ExportError(f"{name}: the stored integers are not those of the simulation")
+        raise ExportError(f"{name}: the stored integers differ from the codes of the simulation")
 
 
 REPEATED = {"dilations": 1, "strides": 1, "pads": 0}
@@ -236,11 +236,11 @@ REPEATED = {"dilations": 1, "strides": 1, "pads": 0}
 def drop_default_attributes(graph: ir.Graph, *, opset: int) -> None:
     """Removes attributes that say what ``onnx.defs`` or the operator's documentation gives as their default. In place.
 
-    Those of QuantizeLinear and DequantizeLinear stay, so that the axis of scales can be read in every file.
+    Attributes of QuantizeLinear and DequantizeLinear stay, so that the axis of scales can be read in every file.
 
     Args:
         graph: with its subgraphs.
-        opset: of the operators of ONNX itself; those of other domains stay as they are.
+        opset: of the operators of ONNX itself; operators of other domains stay as they are.
     """
     for node in graph.all_nodes():
         if node.domain or node.op_type in ("QuantizeLinear", "DequantizeLinear"):

@@ -198,7 +198,7 @@ class _Calibrated:
         return [1 if length == count else int(length) // count for length, count in pairs]
 
     def _block_axis(self, granularity: Granularity) -> int:
-        """The axis that is cut into blocks in the file, that of the longest; along all others scales are repeated."""
+        """The axis that has blocks in the file, with the longest blocks; along all other axes scales are repeated."""
         if not isinstance(granularity, PerBlock):
             return 0
         counts = self.encoding.scale.shape

@@ -66,7 +66,7 @@ class _Sort:
         return node.target is _ATEN.sym_size.int or (node.target is pack_padded and node.args[1] in self.sorted)
 
     def _becomes_padded(self, packing: fx.Node) -> bool:
-        """Whether no reader wants the elements packed, in an order that follows from that of the sequences."""
+        """Whether no reader wants the elements packed, in an order that follows from the order of the sequences."""
         pending = elements(packing, 0)
         while pending:
             for user in pending.pop().users:

@@ -113,7 +113,7 @@ def test_the_cache_alone_is_quantized(tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize(("sim", "message"), [
     (lambda: simulated(Layers(), exclude=["layers.1*"]), "the keys of layers.1.self_attn are in float, and servers"),
-    (lambda: simulated(Layers(Latent)), "the keys of layers.0.self_attn are assembled from those of several layers"),
+    (lambda: simulated(Layers(Latent)), "the keys of layers.0.self_attn are assembled from several layers"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (lambda: simulated(Layers(), "per_token"), "has a scale for each token, computed at run time, of which a"),
         (lambda: simulated(Attention()), "servers read k_scale by the path of the module that computes attention"),

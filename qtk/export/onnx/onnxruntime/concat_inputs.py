@@ -25,7 +25,7 @@ QuantizeLinear in front of it read, and of scale and zero point."""
 
 
 def read_as_produced(model: ir.Model) -> None:
-    """Removes the pairs in front of every Concat whose result is quantized alike. In place."""
+    """Removes the pairs in front of every Concat whose result is quantized with their encoding. In place."""
     record = json.loads(model.metadata_props[SITES])
     edges = {}
     for node in list(model.graph):

@@ -2,8 +2,8 @@
 
 The operator (onnxruntime/contrib_ops/cpu/quantization/dynamic_quantize_lstm.cc, 1.32) quantizes the input of all time
 steps, and the hidden state of each, to uint8 by DynamicQuantizeLinear, multiplies the codes with stored int8 weights,
-and computes sums, gates and cell state in float32. A range is that of all rows of a product: of batches above one,
-where threads share the rows of the hidden state, each has the range of its own rows.
+and computes sums, gates and cell state in float32. A range covers all rows of a product: in batches above one,
+where threads share the rows of the hidden state, each thread has the range of its own rows.
 
 It holds codes as [1, in, 4 · hidden], in the order input, output, forget and cell gate; torch's are [4 · hidden, in],
 in the order input, forget, cell, output. The DequantizeLinear nodes of the four sites leave the file; readers of the

@@ -5,7 +5,7 @@ dequantized ones; embeddings would dequantize the whole table to look up a few r
 gathered, and a mask added to scores in float, at every run. ONNX Runtime (seen in 1.31)
 computes what follows from constants in advance, but DequantizeLinear never. So these weights are dequantized by a
 function of the file, ``qtk::DequantizeLinear``, that has the inputs of the operator of this name and is written out as
-(codes − zero point) · scale. Files stay small; the memory of a session is that of the float model.
+(codes − zero point) · scale. Files stay small; a session takes as much memory as with the float model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOPS = ("Scan", "Loop", "If")
 QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 
 ARRANGING = ("Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Identity")
-"""Operators between the weights of a layer and those of the ONNX operator, whose gates have another order."""
+"""Operators that rearrange the weights of a layer for an ONNX operator whose gates have another order."""
 
 
 def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:

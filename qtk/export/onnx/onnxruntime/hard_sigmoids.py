@@ -1,6 +1,6 @@
 """Writes a quantized hard sigmoid as a sum, for which ONNX Runtime has an integer kernel, unlike HardSigmoid.
 
-The code of clamp(x + 3, 0, 6) / 6 in scale s is that of x + 3 in scale 6 · s: with codes that end at 0 and 1, rounding
+clamp(x + 3, 0, 6) / 6 in scale s has the code of x + 3 in scale 6 · s: with codes that end at 0 and 1, rounding
 clips. So QuantizeLinear of x + 3 in scale 6 · s, followed by the DequantizeLinear of the hard sigmoid itself, is one
 QLinearAdd.
 """

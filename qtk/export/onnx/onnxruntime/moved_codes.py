@@ -40,7 +40,7 @@ POOLED = ir.DataType.UINT8
 """The type of the codes that MaxPool moves; int8 ones it takes, too, but a Conv whose codes it reads stays in float."""
 
 CHOSEN = (ir.DataType.UINT8, ir.DataType.INT8)
-"""The types of codes that Where chooses from; ONNX Runtime (1.32) has no kernel for those of 16 bits."""
+"""The types of codes that Where chooses from; ONNX Runtime (1.32) has no kernel for codes of 16 bits."""
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
@@ -93,7 +93,7 @@ def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
 def _move(
     node: ir.Node, nodes: DequantizeNodes, are_alike: Callable[[ir.Node, ir.Node], bool] = _have_one_encoding
 ) -> None:
-    """Lets ``node`` move codes, if all that it moves is dequantized alike."""
+    """Lets ``node`` move codes, if ``are_alike`` holds for the encodings of all values that it moves."""
     sources = {index: dequantize_of(node.inputs[index]) for index in _data(node)}
     first = next(iter(sources.values()))
     if first is None or codes_of(first).is_initializer() or not is_integer(codes_of(first).dtype):

@@ -18,7 +18,7 @@ BFLOAT16_KERNELS = frozenset((
     "ReverseSequence", "Scan", "ScatterElements", "ScatterND", "Shape", "Sign", "Slice", "Split", "Squeeze",
     "Transpose", "Unique", "Unsqueeze",
 ))
-"""Operators that ONNX Runtime 1.32 runs in bfloat16 on the CPU, or whose types are not those of what they compute."""
+"""Operators that ONNX Runtime 1.32 runs in bfloat16 on the CPU, or that compute nothing in bfloat16 themselves."""
 
 NO_FLOAT64_KERNEL = frozenset((
     "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Attention", "AveragePool", "Col2Im", "Conv", "ConvTranspose",

@@ -141,7 +141,7 @@ AFTER_SITES_ARE_LISTED = (
 def run_passes(
     passes: tuple[Pass, ...], model: ir.Model, names: ValueNames, *, opset: int, int16_sums: bool = False
 ) -> None:
-    """Runs those of ``passes`` that are for such a file and concern it, in their order. In place."""
+    """Runs every pass of ``passes`` that is for such a file and concerns it, in order. In place."""
     own = [each for each in passes if each.is_for(opset, int16_sums)]
     for each in concerned(own, lambda: file_contents(model)):
         each.run(model, names, opset)

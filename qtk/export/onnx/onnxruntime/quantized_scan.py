@@ -32,7 +32,7 @@ def carry_codes(graph: ir.Graph, names: ValueNames) -> None:
 
 
 class _Scan:
-    """A Scan: its inputs and those of its body are the states, then the sequences; its outputs likewise."""
+    """A Scan; the node and the body take the states, then the sequences, and return both in the same order."""
 
     def __init__(self, node: ir.Node, names: ValueNames) -> None:
         self.node, self.nodes = node, DequantizeNodes(names)

@@ -76,7 +76,7 @@ def _separate(
         _, scale, *zero_points = dequantize.inputs  # convolutions read none
         own = [_copy(codes, suffix, graph) if is_direct and direct > 1 else codes, scale,
                *(_copy(each, suffix, graph) for each in zero_points if each is not None)]
-        if dequantize not in taken:  # that of another call, which reads the same initializers
+        if dequantize not in taken:  # the node of another call, which reads the same initializers
             taken.add(dequantize)
             for place, value in enumerate(own):
                 dequantize.replace_input_with(place, value)

@@ -98,7 +98,7 @@ def _clips_at_zero(quantize: ir.Node) -> bool:
 
 
 def _zero_point(dequantize: ir.Node, graph: ir.Graph) -> ir.Value:
-    """That of a stored weight, or the 0 that a symmetric one does not store."""
+    """The zero point of a stored weight, or the 0 that a symmetric weight does not store."""
     if len(dequantize.inputs) > 2 and dequantize.inputs[2] is not None:
         return dequantize.inputs[2]
     codes = codes_of(dequantize)
