@@ -103,7 +103,7 @@ class _Walk:
         self.readers: list[str] = []
 
     def follow(self, value: fx.Node) -> bool:
-        """Collects the sites of ``value`` and what hands its ranges on; false if a product reads one as a whole."""
+        """Collects the sites of ``value`` and the ops that pass its ranges; false if a product reads one as a whole."""
         if quantizer_called(value) is not None:
             self.outputs.append(str(label(value, SITE)))
         return all(self._reads(port.user, self._is_slice(value, port.value)) for port in self._flow.readers(value))

@@ -104,12 +104,12 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
         if spec.scale_format is not None:
             encodings[number] = site.full_range(*moved((site.samples.low, site.samples.high), HOST))
             continue
-        alike = waiting[replace(spec, granularity=PerTensor()), site.samples.kind]
-        if (len(alike) + 1) * site.samples.values.numel() > AT_ONCE:
-            decide(alike)
-        alike.append(site)
-    for alike in waiting.values():
-        decide(alike)
+        same_kind = waiting[replace(spec, granularity=PerTensor()), site.samples.kind]
+        if (len(same_kind) + 1) * site.samples.values.numel() > AT_ONCE:
+            decide(same_kind)
+        same_kind.append(site)
+    for same_kind in waiting.values():
+        decide(same_kind)
     return encodings_to([encodings[number] for number in range(len(specs))], device)
 
 

@@ -88,10 +88,10 @@ def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     for name in inputs:
         fitting = [(index, output, node) for index, output, node in outputs
                    if _fits(nodes[name], node) and nodes[name] in read[node] and len(read[node]) > 1]
-        alike = [other for other in inputs if all(_fits(nodes[other], node) for *_, node in fitting)]
+        same_kind = [other for other in inputs if all(_fits(nodes[other], node) for *_, node in fitting)]
         by_name = [index for index, output, _ in fitting if name == output.rpartition(".")[2]]
-        is_paired = len(fitting) == len(alike) and len(returned) > 1
-        by_place = [fitting[alike.index(name)][0]] if fitting and is_paired else []
+        is_paired = len(fitting) == len(same_kind) and len(returned) > 1
+        by_place = [fitting[same_kind.index(name)][0]] if fitting and is_paired else []
         if chosen := by_name or by_place:
             proposed[value_site(nodes[name])] = {name: chosen[0]}
     return proposed

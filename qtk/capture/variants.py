@@ -105,8 +105,8 @@ def _rename_constants(main: CapturedGraph, other: CapturedGraph) -> None:
     constants = {name: value for name, value in theirs.items() if _is_constant(other, name)}
     new_names: dict[str, str] = {}
     for name, value in constants.items():
-        alike = (twin for twin in twins if _stem(twin) == _stem(name) and twin not in new_names.values())
-        candidates = [name] if name in originals else sorted(alike, key=lambda twin: twin != name)
+        same_stem = (twin for twin in twins if _stem(twin) == _stem(name) and twin not in new_names.values())
+        candidates = [name] if name in originals else sorted(same_stem, key=lambda twin: twin != name)
         same = next((twin for twin in candidates if _equal(mine[twin], value)), None)
         taken = {*mine, *theirs, *new_names.values()}
         new_names[name] = same or (_free_name(taken, name) if name in mine else name)

@@ -76,8 +76,8 @@ def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason:
     shared = replace(sites[leader], leader=leader, reason=reason)
     of_input = {given, *(site for site, decided in sites.items() if decided.leader == given)}
     of_makers = {site for site, decided in sites.items() if site in makers or decided.leader in makers}
-    alike = {site for site in of_makers if sites[site].spec == shared.spec}
-    others = {site for site in (of_input | alike) - {leader} if sites[site].leader != leader}
+    same_spec = {site for site in of_makers if sites[site].spec == shared.spec}
+    others = {site for site in (of_input | same_spec) - {leader} if sites[site].leader != leader}
     sites |= {site: replace(shared, static=False) for site in others}
 
 

@@ -16,14 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "qtk/*/DECISIONS.md")
 
 
-NOT_REWRITTEN_YET = (
-    "docs/decisions.md", "qtk/aimet/", "qtk/algorithms/", "qtk/analysis/", "qtk/auto/", "qtk/calibration/",
-    "qtk/calibrators/", "qtk/calls/", "qtk/channels/", "qtk/cli/", "qtk/config/", "qtk/core/", "qtk/export/",
-    "qtk/public.py", "qtk/quantsim.py", "qtk/report/", "qtk/torch_private.py", "qtk/transforms/", "qtk/workflow/",
-)
-"""Where stand-ins for a noun are still allowed."""
-
-
 @dataclass(frozen=True)
 class Rule:
     """A regular expression that must match nowhere in qtk/ and the documents, and what is written instead.
@@ -56,11 +48,10 @@ RULES = (
     Rule(r"\bwhy_not_", "load_native() -> str | None, triton_unavailable() -> str | None"),
     Rule(r"[Ll]adder climb|climbs? (down )?the ladder", "fallback, island search"),
     Rule(r"one file less", "skipped {file}: {error}"),
-    Rule(r"\b(those|that)\s+of\b", "the noun again: the scale of the input", NOT_REWRITTEN_YET),
-    Rule(r"\balike\b", "the same; in the same way; both", (
-        *NOT_REWRITTEN_YET, "qtk/capture/variants.py", "qtk/planning/state_pairs.py")),
-    Rule(r"\bbesides\b", "also, in addition, only X has", NOT_REWRITTEN_YET),
-    Rule(r"\b(hands|handed|handing|(?<!other )(?<!by )hand)\s+(\w+\s+){0,3}on\b", "passes, returns", NOT_REWRITTEN_YET),
+    Rule(r"\b(those|that)\s+of\b", "the noun again: the scale of the input"),
+    Rule(r"\balike\b", "the same; in the same way; both"),
+    Rule(r"\bbesides\b", "also, in addition, only X has"),
+    Rule(r"\b(hands|handed|handing|(?<!other )(?<!by )hand)\s+(\w+\s+){0,3}on\b", "passes, returns"),
 )
 
 

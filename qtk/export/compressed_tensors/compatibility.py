@@ -12,7 +12,7 @@ import torch
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import ScaleFormat
-from qtk.export.compressed_tensors.layers import Layers, alike
+from qtk.export.compressed_tensors.layers import Layers, have_same_encoding
 
 
 def warn_of_files(layers: Layers) -> None:
@@ -44,7 +44,7 @@ def _warn_of_siblings(layers: Layers) -> None:
     for members in layers.siblings():
         first, others = members[0], members[1:]
         for other in others:
-            if other.encoding.spec != first.encoding.spec or not alike(other.inputs, first.inputs):
+            if other.encoding.spec != first.encoding.spec or not have_same_encoding(other.inputs, first.inputs):
                 warnings.warn(f"{first.name} and {other.name} read the same value and are quantized in different ways; "
                               "servers that fuse them (queries, keys and values; gate and up) refuse the file: give "
                               "them the same setting", stacklevel=4)

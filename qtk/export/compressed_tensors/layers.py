@@ -116,7 +116,7 @@ def layers_of(model: nn.Module) -> Layers:
                 if readers[memory_of(layer.weight)] != {quantizer}:
                     raise Unsuited("is read in another format, or in float, too")
                 known = found.quantized.setdefault(layer.name, layer)
-                if known.inputs is not layer.inputs and not alike(known.inputs, layer.inputs):
+                if known.inputs is not layer.inputs and not have_same_encoding(known.inputs, layer.inputs):
                     raise Unsuited("multiplies inputs that are quantized in several ways")
                 found.quantized[layer.name] = replace(
                     known, reads=tuple(dict.fromkeys((*known.reads, *layer.reads))))
@@ -150,7 +150,7 @@ def _layer(
         raise Unsuited("is multiplied in several ways")
     (layout,) = axes
     activations = list(dict.fromkeys(_quantizer_of(flow, use.data) for use in uses))
-    if any(not alike(activations[0], each) for each in activations):
+    if any(not have_same_encoding(activations[0], each) for each in activations):
         raise Unsuited("multiplies inputs that are quantized in several ways")
     name = names.get(memory_of(weight), "")
     if not layout.stack and name.rpartition(".")[2] != "weight":
@@ -183,7 +183,7 @@ def _quantizer_of(flow: Flow, value: fx.Node) -> Quantizer | None:
     return quantizer if quantizer is not None and quantizer.mode is Mode.SIMULATE else None
 
 
-def alike(first: Quantizer | None, second: Quantizer | None) -> bool:
+def have_same_encoding(first: Quantizer | None, second: Quantizer | None) -> bool:
     """Whether two inputs are quantized with the same numbers."""
     if first is None or second is None or first.spec != second.spec:
         return first is second
