@@ -53,8 +53,8 @@ def drift(
     """
     states = states_of(simulation.model)
     if not states and not written_places(simulation.model):
-        raise CalibrationError("drift is measured between calls that return states for the next one, and this simulation has no states; "
-                               f"{NAME_STATES}")
+        raise CalibrationError("drift is measured between calls that return states for the next one, and this "
+                               f"simulation has no states; {NAME_STATES}")
     if steps is not None and steps < 1:
         raise CalibrationError(f"steps must be at least 1, or None for one a batch; got {steps}")
     batches = in_memory(data, None)

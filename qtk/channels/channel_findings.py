@@ -76,7 +76,7 @@ class Clamp:
 class Findings:
     """What the walks through all graphs of a model have found, in graph order.
 
-    ``products``: variables of both factors of a product, and of the result; which of them passes factors is decided later.
+    ``products``: variables of both factors of a product, and of the result; which of them passes factors follows later.
     ``values``: every op that makes a float value, with its labels, of length 1 along axes where they do not vary.
     """
 
