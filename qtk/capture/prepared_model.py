@@ -40,7 +40,7 @@ graph is of, the calls the model was captured with, whether the original writes 
 warned, what can be read of the original."""
 
 KNOWN, CAPTURED = "qtk_known", "qtk_captured"
-"""Attributes of a graph: the calls that it, or a variant of it, is known to serve; name and kind of each placeholder."""
+"""Attributes of a graph: calls that it, or a variant of it, is known to serve; name → kind of each placeholder."""
 
 
 class PreparedModel(nn.Module):
@@ -193,7 +193,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     def recompile(self) -> PythonCode:
         """As ``CapturedGraph``."""
         inputs = self.graph.find_nodes(op="placeholder")
-        self.__dict__[CAPTURED] = tuple((str(node.target), captured_kind(node)) for node in inputs if "val" in node.meta)
+        self.__dict__[CAPTURED] = {str(node.target): captured_kind(node) for node in inputs if "val" in node.meta}
         check = f"self.check_traced({', '.join(str(node.target) for node in inputs)})\n"
         with self.graph.on_generate_code(lambda _: lambda lines: [check, *lines]):
             code = super().recompile()
@@ -205,16 +205,16 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
         Raises: CaptureError if they are others than it was captured for.
         """
-        if not (torch.compiler.is_compiling() or is_traced()) or len(leaves) != len(self.__dict__[CAPTURED]):
+        captured = self.__dict__[CAPTURED]
+        if not (torch.compiler.is_compiling() or is_traced()) or len(leaves) != len(captured):
             return
-        for leaf, (name, captured) in zip(leaves, self.__dict__[CAPTURED], strict=True):
-            if not fits(leaf, captured):
+        given = dict(zip(captured, leaves, strict=True))
+        for name, leaf in given.items():
+            if not fits(leaf, captured[name]):
                 raise CaptureError(f"input {name} has another shape, kind or value than when the model was captured; "
                                    "call the model outside of compiled code to read which, and prepare it for such "
                                    "inputs")
-        if self.sizes.values:
-            self.sizes.assert_values({name: leaf for leaf, (name, _) in zip(leaves, self.__dict__[CAPTURED],
-                                                                            strict=True)})
+        self.sizes.assert_values(given)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
