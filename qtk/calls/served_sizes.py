@@ -95,7 +95,7 @@ class ServedSizes:
         Raises: CaptureError in ``torch.jit.trace``, which would leave the comparison out.
         """
         for name, values in self.values.items():
-            if torch.jit.is_tracing():
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 raise CaptureError(f"torch.jit.trace keeps no check of input {name}, and {self.written}; use "
                                    "torch.export.export or torch.compile, whose code has one")
             leaf = leaves[name]
