@@ -97,7 +97,7 @@ class ServedSizes:
         for name, values in self.values.items():
             if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 raise CaptureError(f"torch.jit.trace keeps no check of input {name}, and {self.written}; use "
-                                   "torch.export.export or torch.compile, whose code has one")
+                                   "torch.compile, whose code has one")
             leaf = leaves[name]
             assert isinstance(leaf, Tensor)
             torch._assert_async((leaf == leaf.new_tensor(values)).all(), self._has_other_values(name))

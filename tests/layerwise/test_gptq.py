@@ -76,7 +76,7 @@ def test_scales_of_few_bits_are_chosen_for_what_is_rounded_with_them(name, setti
     assert torch.equal(found.simulated_weight(), found.weight)
 
 
-@pytest.mark.parametrize("name, setting", [
+@pytest.mark.parametrize(("name", "setting"), [
     ("linear", TENSOR), ("transposed grouped", CHANNEL), ("linear", CHANNEL | {"dtype": "int8", "symmetric": True})])
 def test_scales_of_several_rows_and_of_many_bits_stay(name, setting):
     state = replace(named(name, setting, noise=0.5).problem, moves_scales=True)
