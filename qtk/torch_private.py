@@ -358,6 +358,11 @@ def is_traced() -> bool:
     )
 
 
+def assert_when_run(holds: Tensor, message: str) -> None:
+    """Raises RuntimeError where a tensor is false, also in code that was compiled or traced, when that runs."""
+    torch._assert_async(holds, message)
+
+
 def hooks_on_saved_tensors_work() -> bool:
     """Whether nobody has switched them off; checkpointing needs them."""
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtk.errors import CaptureError
+from qtk.torch_private import assert_when_run
 
 Axis = tuple[str, int]
 """The name of a graph's input, and one of its axes."""
@@ -100,7 +101,7 @@ class ServedSizes:
                                    "torch.compile, whose code has one")
             leaf = leaves[name]
             assert isinstance(leaf, Tensor)
-            torch._assert_async((leaf == leaf.new_tensor(values)).all(), self._has_other_values(name))
+            assert_when_run((leaf == leaf.new_tensor(values)).all(), self._has_other_values(name))
 
     def _has_other_values(self, name: str) -> str:
         return (f"input {name} has other values than when the model was captured, and {self.written}; "

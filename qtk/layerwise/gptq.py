@@ -35,10 +35,11 @@ ROUNDS = 2
 class Gptq:
     """GPTQ (arXiv 2210.17323), for weights of at most 4 bits with scales of its own.
 
-    A scale that is found for rounding alone is too small or too large for weights to which the errors of others were
-    added. So each scale is chosen anew by what rounding those costs an output, weight by weight, whose errors later
-    weights make up for; the columns are rounded again, and an output keeps what has the lower error. Frozen encodings,
-    scales that rows share and those stored in few bits stay what they are.
+    A scale that is found for rounding alone does not suit weights to which the errors of others were added. So each is
+    chosen, twice, by what rounding those costs an output, each error counted as far as columns still to come cannot
+    take it up; an output keeps the round of lower error. It begins with codes that span twice the largest magnitude.
+    Frozen encodings, scales that rows share, those stored in few bits and those that an earlier method of the same call
+    has chosen stay what they are.
 
     Where the quantized model's input X̂ differs from the float model's X, it rounds the least-squares weights
     ``w + H⁻¹ Eᵀ w`` (damped H), whose output on X̂ is closest to the float output, not w (arXiv 2504.02692).
