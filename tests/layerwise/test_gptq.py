@@ -83,6 +83,7 @@ def test_scales_of_several_rows_and_of_many_bits_stay(name, setting):
     assert Gptq().apply(state).encoding is state.encoding
 
 
+@pytest.mark.medium
 def test_frozen_encodings_stay():
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(torch.nn.Linear(16, 8)).eval(), torch.randn(64, 16)
