@@ -39,9 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "CALL_ATTRIBUTES", "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES",
     "BatchNormBase", "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload",
-    "TorchDispatchMode", "base_of", "below_autograd", "call_structure", "checking_sizes", "custom_functions",
-    "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree", "graph_from_bytes",
-    "graph_to_bytes", "has_length_hint",
+    "TorchDispatchMode", "assert_when_run", "base_of", "below_autograd", "call_structure", "checking_sizes",
+    "custom_functions", "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree",
+    "graph_from_bytes", "graph_to_bytes", "has_length_hint",
     "hooks", "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export",
     "is_traced", "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
     "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
@@ -53,6 +53,9 @@ rnn_kernels = torch._VF
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that another is a view of; ``None`` if that is no view."""
+
+assert_when_run: Callable[[Tensor, str], None] = torch._assert_async
+"""Raises RuntimeError where a tensor is false, also in code that was compiled or traced, when that runs."""
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
@@ -351,11 +354,8 @@ def _copied(registry: Any) -> Any:
 
 def is_traced() -> bool:
     """Whether a tracer, a dispatch mode or a function transform (make_fx, jit, vmap) is active."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    return torch._C._len_torch_dispatch_stack() > 0 or (
+        torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None)
 
 
 def hooks_on_saved_tensors_work() -> bool:

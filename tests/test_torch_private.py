@@ -27,6 +27,7 @@ from qtk.torch_private import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
+    assert_when_run,
     base_of,
     below_autograd,
     call_structure,
@@ -345,6 +346,12 @@ def test_keep_result_as():
     value = x.sigmoid()
     keep_result_as(value, lambda: torch.full((3,), 0.5))
     assert torch.autograd.grad(value.sum(), x)[0].tolist() == [0.25] * 3  # y · (1 - y)
+
+
+def test_assert_when_run():
+    assert_when_run(torch.tensor(True), "holds")
+    with pytest.raises(RuntimeError, match="does not"):
+        assert_when_run(torch.tensor(False), "does not")
 
 
 def test_hooks_on_saved_tensors_work():

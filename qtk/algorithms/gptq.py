@@ -10,10 +10,12 @@ each to where its term is least:
     ŵ_i = round(w_i + (y_i + Σ_{j>i} L_ji d_j) / L_ii)
 
 This is Frantar et al., arXiv 2210.17323, equations 2 and 3, without the inverse of the Hessian (the equivalence is
-arXiv 2507.18553). The scales stay what they are.
+arXiv 2507.18553).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,23 +45,71 @@ def gptq(
 
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
-    order = _column_order(hessian, act_order)
-    index = order[:, None].expand(weight.shape)
-    factor = damped_factor(in_order(hessian, order), damping).to(weight.dtype)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
-    change = weight.gather(2, index)
-    target = change.clone()
-    if linear is not None:
-        ordered = linear.to(weight.dtype).gather(2, index)
-        target += torch.linalg.solve_triangular(factor.mT, ordered, upper=True, left=False) / diagonal
-    propagation = factor.div_(diagonal).mT  # L_ji / L_ii in row i
-    grid = grid.in_order(order)
-    for end in range(order.shape[1], 0, -columns_at_once):
-        block = slice(max(0, end - columns_at_once), end)
-        target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
-        grid[..., block].round_with_feedback_(target_block, change_block, propagation[:, block, block], backwards=True)
-        rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
-    return torch.empty_like(target).scatter_(2, index, target)
+    return Feedback.of(weight, hessian, linear, damping, act_order).rounded(grid, columns_at_once)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feedback:
+    """What GPTQ computes of a layer before it has a grid.
+
+    Args:
+        order: the columns, the first to be rounded last.
+        weight: the float weights, their columns in this order.
+        start: the weights plus ``y_i / L_ii``.
+        factor: ``L_ji / L_ii`` in column i.
+        diagonal: ``L_ii``.
+
+    Shape: ``order`` int64 [groups, columns]; ``weight`` and ``start`` [groups, outputs, columns]; ``factor`` [groups,
+    columns, columns]; ``diagonal`` [groups, 1, columns].
+    """
+
+    order: Tensor
+    weight: Tensor
+    start: Tensor
+    factor: Tensor
+    diagonal: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, hessian: Tensor, linear: Tensor | None, damping: float, act_order: bool) -> Feedback:
+        """Arguments and errors: as ``gptq``."""
+        order = _column_order(hessian, act_order)
+        index = order[:, None].expand(weight.shape)
+        factor = damped_factor(in_order(hessian, order), damping).to(weight.dtype)
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
+        start = ordered = weight.gather(2, index)
+        if linear is not None:
+            shift = linear.to(weight.dtype).gather(2, index)
+            start = ordered + torch.linalg.solve_triangular(factor.mT, shift, upper=True, left=False) / diagonal
+        return cls(order, ordered, start, factor.div_(diagonal), diagonal)
+
+    def rounded(self, grid: WeightGrid, columns_at_once: int) -> Tensor:
+        """As ``gptq``."""
+        change, target, propagation, grid = self.weight.clone(), self.start.clone(), self.factor.mT, \
+            grid.in_order(self.order)
+        for end in range(self.order.shape[1], 0, -columns_at_once):
+            block = slice(max(0, end - columns_at_once), end)
+            target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
+            grid[..., block].round_with_feedback_(
+                target_block, change_block, propagation[:, block, block], backwards=True)
+            rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
+        return self._in_place(target)
+
+    def targets(self, rounded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each weight was rounded from, what the square of its rounding error counts, and the sums of both.
+
+        The sums are the errors of the outputs without a constant.
+
+        Shape: ``rounded`` and the first two results as the weights; last [groups, outputs].
+        """
+        change = self.weight - rounded.gather(2, self.order[:, None].expand(rounded.shape))
+        missing = change @ self.factor + (self.start - self.weight)
+        power = self.diagonal.square().expand_as(missing)
+        return rounded + self._in_place(missing), self._in_place(power), (power * missing.square()).sum(-1)
+
+    def _in_place(self, ordered: Tensor) -> Tensor:
+        """Columns where they belong."""
+        return torch.empty_like(ordered, memory_format=torch.contiguous_format).scatter_(
+            2, self.order[:, None].expand(ordered.shape), ordered)
 
 
 def _column_order(hessian: Tensor, act_order: bool) -> Tensor:

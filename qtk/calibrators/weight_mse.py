@@ -69,15 +69,9 @@ class WeightMse:
         return choose_all(observers, specs, self._choose)
 
     def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-        low, high, least = samples.low, samples.high, LEAST_REACH
         if isinstance(spec.dtype, FloatDtype):  # its steps follow the values
-            return covering_range(low, high, spec)
-        if spec.symmetric:
-            high = torch.maximum(high, -low)
-            low = -high
-            least *= 2 * spec.qmax / (spec.qmax - spec.qmin)
-        fraction = torch.linspace(1, least, self.steps, dtype=torch.float64, device=low.device)[:, None]
-        scales, zero_points = covering_range(low * fraction, high * fraction, spec)
+            return covering_range(samples.low, samples.high, spec)
+        scales, zero_points = narrower_ranges(samples.low, samples.high, spec, self.steps)
         rows, best = max(1, AT_ONCE // max(1, samples.values.shape[1])), []
         for begin in range(0, samples.scales, rows):
             here = slice(begin, begin + rows)
@@ -103,3 +97,17 @@ class WeightMse:
             along_mean, along_row = summed(change) ** 2 / count, summed(change * values) ** 2 / power
             errors[candidate] = summed(change * change) + self.mean * along_mean + self.gain * along_row
         return errors
+
+
+def narrower_ranges(low: Tensor, high: Tensor, spec: QuantSpec, steps: int) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points of ranges from that of the values to one of ``LEAST_REACH``, the widest first.
+
+    Shape: ``low`` and ``high`` float64 [scales]; results [steps, scales].
+    """
+    least = LEAST_REACH
+    if spec.symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+        least *= 2 * spec.qmax / (spec.qmax - spec.qmin)
+    fraction = torch.linspace(1, least, steps, dtype=torch.float64, device=low.device)[:, None]
+    return covering_range(low * fraction, high * fraction, spec)

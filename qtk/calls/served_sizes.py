@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
+import torch
 from torch import Tensor
 
 from qtk.errors import CaptureError
+from qtk.torch_private import assert_when_run
 
 Axis = tuple[str, int]
 """The name of a graph's input, and one of its axes."""
@@ -88,6 +90,23 @@ class ServedSizes:
                 return name
         return None
 
+    def assert_values(self, leaves: Mapping[str, object]) -> None:
+        """Makes code that is compiled or traced compare the values that are written into it, and raise RuntimeError.
+
+        Raises: CaptureError in ``torch.jit.trace``, which would leave the comparison out.
+        """
+        for name, values in self.values.items():
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                raise CaptureError(f"torch.jit.trace keeps no check of input {name}, and {self.written}; use "
+                                   "torch.compile, whose code has one")
+            leaf = leaves[name]
+            assert isinstance(leaf, Tensor)
+            assert_when_run((leaf == leaf.new_tensor(values)).all(), self._has_other_values(name))
+
+    def _has_other_values(self, name: str) -> str:
+        return (f"input {name} has other values than when the model was captured, and {self.written}; "
+                "prepare the model again with them, or with a call that has them among the variants")
+
     def check_call(self, leaves: Mapping[str, object]) -> None:
         """Checks the inputs of a call, by name. Raises: CaptureError naming what the graph does not serve."""
         if self.limits or self.names:
@@ -95,8 +114,7 @@ class ServedSizes:
                         for axis, length in enumerate(leaf.shape)})
         name = self.other_values(leaves)
         if name is not None:
-            raise CaptureError(f"input {name} has other values than when the model was captured, and {self.written}; "
-                               "prepare the model again with them, or with a call that has them among the variants")
+            raise CaptureError(self._has_other_values(name))
 
     def check(self, lengths: Mapping[Axis, int]) -> None:
         """Checks the lengths of all axes in a call. Raises: CaptureError naming the condition that fails."""

@@ -50,7 +50,7 @@ class KnownCall:
         if graph.revision != self.revision or graph.meta.get(SIZES) is not sizes or self.structure != structure:
             return None
         leaves = [given[index] for index in self.order]
-        if not all(map(_fits, leaves, self.captured)) or not all(_fits(given[i], each) for i, each in self.repeated):
+        if not all(map(fits, leaves, self.captured)) or not all(fits(given[i], each) for i, each in self.repeated):
             return None
         if sizes is not None and (sizes.limits or sizes.names or sizes.values):
             by_name = dict(zip(self.names, leaves, strict=True))
@@ -96,7 +96,7 @@ class KnownCalls:
         if is_clear and len(given) == len(ordered) == len(nodes) and all(id(leaf) in places for leaf in ordered):
             order = tuple(places[id(leaf)] for leaf in ordered)
             call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order,
-                             tuple(str(node.target) for node in nodes), tuple(_captured(node) for node in nodes),
+                             tuple(str(node.target) for node in nodes), tuple(captured_kind(node) for node in nodes),
                              tuple((index, leaf) for index, leaf in enumerate(given) if index not in order))
             self._calls = [call, *self._calls[:MOST - 1]]
 
@@ -104,7 +104,8 @@ class KnownCalls:
         return KnownCalls, ()
 
 
-def _captured(node: fx.Node) -> object:
+def captured_kind(node: fx.Node) -> object:
+    """Of a placeholder the kind of tensor, or the constant that is written into the graph."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return value
@@ -120,7 +121,8 @@ class _TensorKind:
     is_complex: bool
 
 
-def _fits(leaf: object, captured: object) -> bool:
+def fits(leaf: object, captured: object) -> bool:
+    """Whether a value is of the kind that a placeholder was captured for."""
     if not isinstance(captured, _TensorKind):
         return is_plain(leaf) and leaf == captured
     return isinstance(leaf, Tensor) and leaf.ndim == captured.ndim and (

@@ -19,7 +19,7 @@ from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_
 from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import call_kind, input_names
 from qtk.capture.bound_graph import Binding
-from qtk.capture.known_calls import KnownCalls
+from qtk.capture.known_calls import KnownCalls, captured_kind, fits
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.untouched import PARENT
 from qtk.errors import CaptureError
@@ -29,7 +29,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
 from qtk.nn.eval_mode import fast_path_off, keep_frozen
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, call_structure, hooks, pytree
+from qtk.torch_private import MODULE_TABLES, call_structure, hooks, is_traced, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -39,8 +39,8 @@ WRITES, WARNED, ATTRIBUTES = "qtk_writes", "qtk_warned", "qtk_attributes"
 graph is of, the calls the model was captured with, whether the original writes to its inputs, whether ``train`` has
 warned, what can be read of the original."""
 
-KNOWN = "qtk_known"
-"""Attribute of a graph: the calls that it, or a variant of it, is known to serve."""
+KNOWN, CAPTURED = "qtk_known", "qtk_captured"
+"""Attributes of a graph: calls that it, or a variant of it, is known to serve; name → kind of each placeholder."""
 
 
 class PreparedModel(nn.Module):
@@ -192,9 +192,29 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     def recompile(self) -> PythonCode:
         """As ``CapturedGraph``."""
-        code = super().recompile()
+        inputs = self.graph.find_nodes(op="placeholder")
+        self.__dict__[CAPTURED] = {str(node.target): captured_kind(node) for node in inputs if "val" in node.meta}
+        check = f"self.check_traced({', '.join(str(node.target) for node in inputs)})\n"
+        with self.graph.on_generate_code(lambda _: lambda lines: [check, *lines]):
+            code = super().recompile()
         self.sign()
         return code
+
+    def check_traced(self, *leaves: object) -> None:
+        """Checks the values of the placeholders in code that is compiled or traced, which does not call this module.
+
+        Raises: CaptureError if they are others than it was captured for.
+        """
+        captured = self.__dict__[CAPTURED]
+        if not (torch.compiler.is_compiling() or is_traced()) or len(leaves) != len(captured):
+            return
+        given = dict(zip(captured, leaves, strict=True))
+        for name, leaf in given.items():
+            if not fits(leaf, captured[name]):
+                raise CaptureError(f"input {name} has another shape, kind or value than when the model was captured; "
+                                   "call the model outside of compiled code to read which, and prepare it for such "
+                                   "inputs")
+        self.sizes.assert_values(given)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
@@ -236,8 +256,11 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         kind = call_kind(self.meta.get(SIGNATURE), args, kwargs)
         if kind == self.meta.get(KIND):
             return self
-        if kind in self.variants or torch.compiler.is_dynamo_compiling():
+        if kind in self.variants:
             return self.variants[kind]
+        if torch.compiler.is_dynamo_compiling():
+            raise CaptureError("which graph serves a call is found outside of compiled code; compile without "
+                               "fullgraph=True")
         reasons = []
         for graph in (self, *self.variants.values()):
             try:

@@ -21,9 +21,9 @@ TRACING = threading.RLock()
 true in every thread: two captures at once disturb each other, and a quantizer that runs meanwhile would not observe.
 """
 
-FLOOR_S = 10.0
+FLOOR_S = 20.0
 """Seconds of computing that freeing every axis may always take: captures of models with up to some dozen layers, which
-take 2 to 9 s so, end in it."""
+take 2 to 9 s so, and half as long again on a loaded machine, end in it."""
 
 TIMES = 5.0
 """How many times as long as the capture with a free batch it may take in large models; between the 1 to 2 of those that

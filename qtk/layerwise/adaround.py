@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,9 @@ SAMPLE_ROWS = 2048
 @public
 @dataclass(frozen=True, slots=True)
 class AdaRound:
-    """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.
+    """AdaRound (arXiv 2004.10568): learns to round each weight up or down.
+
+    The encoding is the present one, or that which GPTQ chooses for weights of at most 4 bits.
 
     Each output takes the result of coordinate descent, from GPTQ's weights or an earlier method's, if the error of this
     result is lower; with ``through_activation`` there is no such comparison.
@@ -72,13 +74,14 @@ class AdaRound:
         return RequiredStatistics(sample_rows=SAMPLE_ROWS if self.through_activation else 0)
 
     def apply(self, state: LayerState) -> LayerState:
-        weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
         activation_error = self._activation_error(state) if self.through_activation else None
+        start = state if state.is_rounded or activation_error is not None else Gptq().apply(state)
+        state = replace(state, encoding=start.encoding)
+        weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
         descent = Descent(self.iterations, self.learning_rate, self.regularization, self.warm_start)
         rounded = adaround(weight, grid, state.error, activation_error, descent)
         if activation_error is not None:
             return state.updated(weight=rounded[:, 0])
-        start = state if state.is_rounded else Gptq().apply(state)
         descended = coordinate_descent(
             weight[:, 0], state.to_gemm(start.simulated_weight()), state.grid(), state.error
         )[:, None]

@@ -40,6 +40,7 @@ class LayerState:
             not know it.
         zeros: the weights that stay 0, which no method moves; ``None``: there are none.
         pruned: the float weight after two of four weights were pruned; ``None``: it has not been.
+        moves_scales: whether GPTQ may choose the scales: nobody has frozen them, and no method has chosen them yet.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LayerState:
     loss: tuple[float, float] | None = None
     zeros: Tensor | None = None
     pruned: Tensor | None = None
+    moves_scales: bool = False
 
     @classmethod
     def of(cls, layer: WeightedLayer, moments: SecondMoments, dtype: torch.dtype = torch.float32) -> LayerState:
@@ -166,7 +168,7 @@ class LayerState:
             loss = self.loss[0], loss[1]
         return replace(
             self, weight=self.weight if weight is None else self.from_gemm(weight), encoding=encoding or self.encoding,
-            loss=loss,
+            loss=loss, moves_scales=self.moves_scales and encoding is None,
         )
 
 

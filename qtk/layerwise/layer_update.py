@@ -15,7 +15,7 @@ from qtk.errors import CalibrationError
 from qtk.layerwise.each_matrix import choose_each
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
-from qtk.layerwise.originals import PresentValues
+from qtk.layerwise.originals import PresentValues, frozen_before
 from qtk.layerwise.sparsity import Sparsity, with_zeros
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.second_moments import SecondMoments
@@ -89,7 +89,7 @@ def compute_update(
     """
     try:
         with torch.no_grad():
-            float_state = LayerState.of(layer, moments)
+            float_state = replace(LayerState.of(layer, moments), moves_scales=not frozen_before(layer))
             start = float_state
             if present is not None:
                 start = replace(

@@ -62,7 +62,7 @@ def method(text: str) -> LayerwiseMethod:
     Raises: ConfigError if the name, or a setting, is unknown or makes no sense.
 
     >>> method("gptq")
-    Gptq(damping=0.01, act_order=True, columns_at_once=128)
+    Gptq(damping=0.01, act_order=True, columns_at_once=128, scales=True)
     >>> method("seq_mse(num_candidates=50)")
     SeqMse(num_candidates=50, refine=False, joint=False, exact=False, loss='mse')
     """

@@ -44,6 +44,18 @@ def test_the_grid_of_images_is_a_constant_of_a_graph_and_each_grid_a_variant() -
             prepared(**{**first, "grid": torch.tensor([[2, 2], [3, 2]])})
 
 
+@pytest.mark.medium
+def test_compiled_code_compares_the_values() -> None:
+    model, first, second = Packed().eval(), example([[2, 3], [1, 4]]), example([[1, 4], [3, 2]])
+    prepared = qtk.prepare_model(model, first, dynamic_shapes=None)
+    run = torch.compile(prepared, backend="aot_eager")
+    torch.testing.assert_close(run(**first), model(**first))
+    with pytest.raises(RuntimeError, match="grid has other values"):
+        run(**second)
+    with pytest.raises(CaptureError, match="keeps no check of input grid"):
+        torch.jit.trace(prepared, example_kwarg_inputs=first, check_trace=False)
+
+
 class Lengths(nn.Module):
     """Means of sequences [batch, time, 8] over their own lengths."""
 

@@ -321,3 +321,20 @@ def test_the_report_of_a_simulation_says_what_is_quantized():
     report = qtk.QuantSim(nn.Linear(8, 2), torch.randn(3, 8)).model.report
     assert report.covered == 16 / 18
     assert "88.9% of the parameters are quantized" in str(report).splitlines()
+
+
+class Scaled(torch.nn.Module):
+    """Divides by a length and multiplies with a number: both are written into a graph."""
+
+    def forward(self, x, scale=2.0):
+        return x * scale / x.shape[1]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("other", [(torch.ones(2, 5), 5.0), (torch.ones(2, 7), 3.0)], ids=["constant", "size"])
+def test_compiled_code_serves_no_other_constants_and_sizes(other):
+    example = torch.ones(2, 5), 3.0
+    compiled = torch.compile(qtk.prepare_model(Scaled(), example), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(4, 5), 3.0), Scaled()(torch.ones(4, 5), 3.0))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="than when the model was captured"):
+        compiled(*other)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qtk
 from qtk.algorithms.gptq import gptq
 from qtk.algorithms.output_error import OutputError
 from qtk.layerwise.gptq import Gptq
@@ -61,3 +62,37 @@ def test_groups_are_rounded_by_their_own_inputs(name):
         matrix = given.problem.to_gemm(other.weight)
         assert torch.equal(matrix[group], whole[group])
         assert not torch.equal(matrix[1 - group], whole[1 - group])
+
+
+@pytest.mark.parametrize("setting", ["channel", "block", "asymmetric"])
+@pytest.mark.parametrize("name", ["linear", "conv", "grouped", "transposed"])
+def test_scales_of_few_bits_are_chosen_for_what_is_rounded_with_them(name, setting):
+    of_two_bits = SETTINGS[setting] | {"dtype": "uint2" if "symmetric" in SETTINGS[setting] else "int2"}
+    given = named(name, of_two_bits | {"symmetric": setting != "asymmetric"}, noise=0.5)
+    state = replace(given.problem, moves_scales=True)
+    kept, found = Gptq(scales=False).apply(state), Gptq().apply(state)
+    assert kept.encoding is state.encoding
+    assert given.lost(found.weight) < 0.95 * given.lost(kept.weight)
+    assert torch.equal(found.simulated_weight(), found.weight)
+
+
+@pytest.mark.parametrize(("name", "setting"), [
+    ("linear", TENSOR), ("transposed grouped", CHANNEL), ("linear", CHANNEL | {"dtype": "int8", "symmetric": True})])
+def test_scales_of_several_rows_and_of_many_bits_stay(name, setting):
+    state = replace(named(name, setting, noise=0.5).problem, moves_scales=True)
+    assert Gptq().apply(state).encoding is state.encoding
+
+
+@pytest.mark.medium
+def test_frozen_encodings_stay():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(16, 8)).eval(), torch.randn(64, 16)
+    scales = []
+    for frozen in (False, True):
+        sim = qtk.QuantSim(model, x, weight_bits=2, activation_bits=None)
+        sim.compute_encodings(None, progress=False)
+        quantizer = sim.quantizers["0.weight"]
+        before, quantizer.frozen = quantizer.encoding, frozen
+        qtk.apply_gptq(sim, [x], progress=False)
+        scales.append(quantizer.encoding.equals(before))
+    assert scales == [False, True]

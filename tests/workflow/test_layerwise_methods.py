@@ -43,7 +43,7 @@ def test_settings_reach_the_method(monkeypatch):
     qtk.apply_reconstruction(None, [], iterations=3, window=2)
     assert [str(method) for method in seen] == [
         "SeqMse(num_candidates=7, refine=True, joint=False, exact=True, loss='l1')",
-        "Gptq(damping=0.5, act_order=False, columns_at_once=128)",
+        "Gptq(damping=0.5, act_order=False, columns_at_once=128, scales=True)",
         "AdaRound(iterations=3, learning_rate=0.05, regularization=5.0, warm_start=0.2, "
         "through_activation=True)",
         str(Reconstruction(iterations=3, window=2)),
