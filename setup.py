@@ -20,7 +20,7 @@ ARCH = os.environ.get("QTK_ARCH")
 
 
 # The number goes up when Python and C++ must change together; qtk/kernels/backends.py looks for it.
-NATIVE = "_native_6"
+NATIVE = "_native_7"
 
 
 def native() -> dict[str, object]:

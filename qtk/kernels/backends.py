@@ -17,7 +17,7 @@ DISABLE = "QTK_DISABLE_NATIVE"
 DISABLE_TRITON = "QTK_DISABLE_TRITON"
 """Environment variable: set to 1, the reference runs instead of the Triton kernels."""
 
-LIBRARY = Path(__file__).parents[1] / "_native_6.so"
+LIBRARY = Path(__file__).parents[1] / "_native_7.so"
 """The number is the one in ``setup.py``, so that a library built from an older interface is not loaded."""
 
 
