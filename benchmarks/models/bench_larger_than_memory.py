@@ -1,8 +1,8 @@
 """Folders of weights quantized file to file: peak memory, bits, CPU time, and runs that are killed.
 
     python benchmarks/models/bench_larger_than_memory.py --rows bits            # a Llama of 36.6 M parameters
-    python benchmarks/models/bench_larger_than_memory.py --rows kills           # of 3.2 M, killed 20 times: 2 minutes
-    python benchmarks/models/bench_larger_than_memory.py --rows depth forecast  # 1024 wide with 4, 8 and 16 layers; 6 cases of 36.6 M
+    python benchmarks/models/bench_larger_than_memory.py --rows kills           # of 3.7 M, killed 20 times: minutes
+    python benchmarks/models/bench_larger_than_memory.py --rows depth forecast  # 1024 wide, 4 to 16 layers; 36.6 M
     python benchmarks/models/bench_larger_than_memory.py --rows free gptq       # of 1.1 B: half an hour of one core
 
 Needs compressed-tensors and transformers. Models have random weights in bfloat16, made on the spot in shards of 1 GB;
@@ -151,8 +151,9 @@ def row_free(folder: Path, source: Path) -> None:
         found = measured(kind, source, folder / f"free-{kind}")
         times[kind] = found["user"] + found["system"]
     largest = max(path.stat().st_size for path in source.glob("*.safetensors")) / 2**20
-    print(f"  {found['peak'] / largest:.2f} shards of {largest:.0f} MB; {times['free unverified'] / times['copy']:.1f} x "
-          f"the CPU of a copy, {times['free'] / times['copy']:.1f} x with read-back")
+    ratios = [times[kind] / times["copy"] for kind in ("free unverified", "free")]
+    print(f"  {found['peak'] / largest:.2f} shards of {largest:.0f} MB; {ratios[0]:.1f} x the CPU of a copy, "
+          f"{ratios[1]:.1f} x with read-back")
 
 
 def forked(source: Path, target: Path) -> int:

@@ -333,7 +333,7 @@ class _GraphWalk:
         return total
 
     def _stop(self, layer: WeightedLayer) -> fx.Node:
-        """Where the statistics of a layer are complete: at its last use, or where another layer reads the same first."""
+        """Where a layer's statistics are complete: at its last use, or where another layer reads the same first."""
         *earlier, last = self._uses[layer]
         read = None if earlier or last in self._nested else self._input(layer, last)
         return last if read is None else next(node for node, inputs in self._inputs.items() if read in inputs)

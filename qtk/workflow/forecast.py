@@ -289,5 +289,6 @@ def forecast_lines(
     offloads: tuple[Offload, ...] = ("none", "disk") if methods else ("none",)
     for offload in offloads:
         own = forecast(simulation, methods, batches=batches, options=replace(DEFAULT, offload=offload))
-        fits = "" if free is None else f", {'fits' if own.peak_bytes <= free else 'does not fit'} in {free / 1e9:.1f} GB"
+        verdict = "fits" if free is None or own.peak_bytes <= free else "does not fit"
+        fits = "" if free is None else f", {verdict} in {free / 1e9:.1f} GB"
         yield f"{name}{f', {batches} batches, offload={offload!r}' if methods else ''}: {own.text(rate)}{fits}"

@@ -119,7 +119,10 @@ _Tensors: TypeAlias = dict[str, Tensor]
 
 @contextmanager
 def _layers(folder: Path) -> Iterator[Mapping[str, tuple[Callable[[], _Tensors], Callable[[_Tensors], ReadLayer]]]]:
-    """Path of each quantized layer → what reads its tensors, and its numbers from them. Raises: ExportError as ``read``."""
+    """Path of each quantized layer → what reads its tensors, and its numbers from these.
+
+    Raises: ExportError as ``read``.
+    """
     with _reading(folder), opened(folder) as tensors:
         schemes = list(config.read(folder)[0].values())
         by_path: dict[str, dict[str, Callable[[], Tensor]]] = {}
