@@ -196,7 +196,7 @@ def row_kills(folder: Path, source: Path) -> None:
           f"{len(left)} files left beside it")
 
 
-FORECASTS = ("free", "gptq", "gptq disk", "gptq memory", "seq_mse", "adaround memory")
+FORECASTS = ("free", "seq_mse", "seq_mse memory", "gptq", "gptq memory", "gptq disk")
 
 
 def row_forecast(folder: Path, source: Path) -> None:

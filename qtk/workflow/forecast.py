@@ -177,10 +177,10 @@ def _values(
         for node in graph.graph.nodes:
             row = flow.row(node)
             data = None if row is None or row.data_arg is None else node.args[row.data_arg]
-            for port in flow.weight_ports(node) if isinstance(data, fx.Node) else ():
+            for port in () if row is None else flow.weight_ports(node):
                 quantizer = quantizer_called(flow.root(port.value))
                 layer = None if quantizer is None else sites.get(quantizer.site)
-                if layer is not None:
+                if layer is not None and isinstance(data, fx.Node):
                     stops.add(node)
                     columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape[-1]
                     rows[layer.name] = rows.get(layer.name, 0.0) + scale * _elements(data) / columns
@@ -196,29 +196,23 @@ def _live(graph: fx.Graph, flow: Flow) -> Iterator[tuple[fx.Node, float]]:
     ends: dict[fx.Node, list[fx.Node]] = {}
     for read, node in last.items():
         ends.setdefault(node, []).append(read)
-    held: dict[object, set[fx.Node]] = {}
-    sizes: dict[object, float] = {}
+    held: dict[fx.Node, set[fx.Node]] = {}  # by what they were moved from
+    sizes: dict[fx.Node, float] = {}
     total = 0.0
     for node in graph.nodes:
         yield node, total
         if node in last and node.op != "get_attr" and not flow.is_static(node):
-            memory = _memory(node)
+            memory = flow.root(node)
             own = held.setdefault(memory, set())
             if not own:
                 sizes[memory] = _bytes(node)
                 total += sizes[memory]
             own.add(node)
         for read in ends.get(node, ()):
-            memory = _memory(read)
+            memory = flow.root(read)
             if read in held.get(memory, ()):
                 held[memory].discard(read)
                 total -= 0 if held[memory] else sizes[memory]
-
-
-def _memory(node: fx.Node) -> object:
-    """What two values have in common if one is a view of the other."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
 def _elements(node: fx.Node) -> int:
