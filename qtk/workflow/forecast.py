@@ -61,7 +61,7 @@ class _Work:
 ROUNDING = _Work(0, 3, 0, 0)
 WORK: Mapping[type[object], _Work] = {
     Gptq: _Work(3, 11, 1.0, 5), CoordinateDescent: _Work(3, 12, 1.2, 9), AdaRound: _Work(4, 18, 1.5, 130),
-    SeqMse: _Work(1, 12, 0.1, 4), BiasCorrection: _Work(1, 4, 0, 1),
+    SeqMse: _Work(1, 23, 0.1, 4), BiasCorrection: _Work(1, 4, 0, 1),
 }
 
 
