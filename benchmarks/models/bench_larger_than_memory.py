@@ -1,8 +1,9 @@
 """Folders of weights quantized file to file: peak memory, bits, CPU time, and runs that are killed.
 
-    python benchmarks/models/bench_larger_than_memory.py --rows bits kills      # a Llama of 36.6 M parameters
+    python benchmarks/models/bench_larger_than_memory.py --rows bits            # a Llama of 36.6 M parameters
+    python benchmarks/models/bench_larger_than_memory.py --rows kills           # of 3.7 M, killed 20 times: minutes
+    python benchmarks/models/bench_larger_than_memory.py --rows depth forecast  # 1024 wide, 4 to 16 layers; 36.6 M
     python benchmarks/models/bench_larger_than_memory.py --rows free gptq       # of 1.1 B: half an hour of one core
-    python benchmarks/models/bench_larger_than_memory.py --rows depth           # 4, 8 and 16 layers of that width
 
 Needs compressed-tensors and transformers. Models have random weights in bfloat16, made on the spot in shards of 1 GB;
 every case runs in a process of its own, whose peak (VmHWM) is counted above what it has after its imports.
@@ -25,12 +26,14 @@ import time
 import warnings
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_big_model import memory
 
-SIZES = {"small": (768, 2048, 4, 12, 8192), "large": (2048, 5632, 22, 32, 32000)}
-"""Width, inner width, layers, heads, vocabulary: 36.6 M and 1.1 B parameters."""
+SIZES = {"tiny": (256, 768, 4, 4, 1024), "small": (768, 2048, 4, 12, 8192), "deep": (1024, 2816, 4, 16, 4096),
+         "large": (2048, 5632, 22, 32, 32000)}
+"""Width, inner width, layers, heads, vocabulary: 3.7 M, 36.6 M, 53 M (with 16 layers 185 M) and 1.1 B parameters."""
 
 BATCHES, ROWS, TOKENS = 8, 2, 128
 
@@ -53,31 +56,55 @@ def batches(folder: Path) -> list[dict[str, object]]:
     return [{"input_ids": each, "use_cache": False} for each in ids]
 
 
+def imports() -> None:
+    """What is no memory of a model, and what a process that is forked has already."""
+    for name in ("compressed_tensors.compressors", "compressed_tensors.quantization", "torch._dynamo",
+                 "transformers.models.llama.modeling_llama", "qtk.auto.quantize_checkpoint",
+                 "qtk.workflow.forecast"):
+        import_module(name)
+
+
 def child(kind: str, source: Path, target: Path) -> None:
-    """Quantizes a folder, or the model in memory, and prints peak and CPU time."""
+    """Quantizes a folder, or the model in memory, and prints peak, forecast and CPU time.
+
+    ``kind``: a method or ``free``, then ``memory`` for a model in memory, ``disk`` for ``offload``, ``unverified``,
+    ``little``: 16 MB of files stay in memory, not 256.
+    """
     warnings.simplefilter("ignore")
     import transformers
 
     import qtk
+    from qtk.nn import mapped_weights
+    from qtk.workflow import forecast
 
-    for name in ("compressed_tensors.compressors", "compressed_tensors.quantization", "torch._dynamo",
-                 "transformers.models.llama.modeling_llama", "qtk.auto.quantize_checkpoint"):
-        import_module(name)  # imports are no memory of a model
-
+    imports()
     Path("/proc/self/clear_refs").write_text("5")
     (least, _), started = memory(), resource.getrusage(resource.RUSAGE_SELF)
-    method = "gptq" if "gptq" in kind else ()
-    if "memory" in kind:
+    foreseen, own = list[float](), forecast.forecast
+
+    def kept(*arguments: Any, **options: Any) -> forecast.Forecast:
+        said = own(*arguments, **options)
+        foreseen.append(memory()[0] - least + said.peak_bytes / 2**20)
+        return said
+
+    forecast.forecast, mapped_weights.LARGE_BYTES = kept, 0
+    name, *how = kind.split()
+    if "little" in how:  # as small beside the model as 256 MB beside one of several GB
+        mapped_weights.LIMIT_BYTES = 1 << 24
+    methods = () if name in ("free", "copy") else name
+    options = qtk.LayerwiseOptions(offload="disk" if "disk" in how else "none",
+                                   inputs="symfp" if "symfp" in how else "asym")
+    if "memory" in how:
         model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
         for each in model.parameters():
             each.data = each.data.clone()
         sim = qtk.QuantSim(model, batches(source)[0], config="vllm_w4a16", in_place=True, dynamic_shapes="all")
         sim.compute_encodings(None, progress=False)
         qtk.round_scales(sim)
-        if method:
-            qtk.apply_gptq(sim, batches(source), progress=False)
+        if methods:
+            qtk.apply_layerwise(sim, batches(source), methods, options=options)
         sim.export(target, formats="compressed_tensors")
-    elif kind == "copy":
+    elif name == "copy":
         target.mkdir()
         for path in source.glob("*.safetensors"):
             with path.open("rb") as file, (target / path.name).open("wb") as copy:
@@ -85,22 +112,22 @@ def child(kind: str, source: Path, target: Path) -> None:
                 copy.flush()
                 os.fsync(copy.fileno())
     else:
-        qtk.quantize_checkpoint(source, target, methods=method, data=batches(source) if method else None,
-                                verify=kind != "unverified", progress=False)
+        qtk.quantize_checkpoint(source, target, methods=methods, data=batches(source) if methods else None,
+                                options=options, verify="unverified" not in how)
     (_, peak), used = memory(), resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"peak": peak - least, "user": used.ru_utime - started.ru_utime,
-                      "system": used.ru_stime - started.ru_stime}))
+    print(json.dumps({"peak": peak - least, "foreseen": max(foreseen, default=0.0),
+                      "user": used.ru_utime - started.ru_utime, "system": used.ru_stime - started.ru_stime}))
 
 
 def start(kind: str, source: Path, target: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, __file__, "--child", kind, str(source), str(target)],
-                            stdout=subprocess.PIPE, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def measured(kind: str, source: Path, target: Path) -> dict[str, float]:
     output, _ = start(kind, source, target).communicate()
     found: dict[str, float] = json.loads(output.splitlines()[-1])
-    print(f"  {kind:<12} peak {found['peak']:>6.0f} MB above imports, CPU {found['user']:.1f} s + "
+    print(f"  {kind:<16} peak {found['peak']:>6.0f} MB above imports, CPU {found['user']:.1f} s + "
           f"{found['system']:.1f} s in the kernel", flush=True)
     return found
 
@@ -118,37 +145,70 @@ def row_bits(folder: Path, source: Path) -> None:
 
 
 def row_free(folder: Path, source: Path) -> None:
-    copy, free = (measured(kind, source, folder / f"free-{kind}") for kind in ("copy", "unverified"))
-    measured("free", source, folder / "free-verified")
+    """The source is in the system's cache, for it was written just before; the copy ends on the disk, as the folder."""
+    times = {}
+    for kind in ("copy", "free unverified", "free"):
+        found = measured(kind, source, folder / f"free-{kind}")
+        times[kind] = found["user"] + found["system"]
     largest = max(path.stat().st_size for path in source.glob("*.safetensors")) / 2**20
-    times = [sum(each[key] for key in ("user", "system")) for each in (free, copy)]
-    print(f"  {free['peak'] / largest:.2f} shards of {largest:.0f} MB; {times[0] / times[1]:.1f} x the CPU of a copy")
+    ratios = [times[kind] / times["copy"] for kind in ("free unverified", "free")]
+    print(f"  {found['peak'] / largest:.2f} shards of {largest:.0f} MB; {ratios[0]:.1f} x the CPU of a copy, "
+          f"{ratios[1]:.1f} x with read-back")
+
+
+def forked(source: Path, target: Path) -> int:
+    """Begins a run in a process that has imported everything. Returns: its id."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            child("gptq", source, target)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
 
 
 def row_kills(folder: Path, source: Path) -> None:
+    imports()
     started = time.monotonic()
-    start("gptq", source, folder / "whole").wait()
-    lasts_s, kills, target = time.monotonic() - started, 0, folder / "killed"
+    assert os.waitpid(forked(source, folder / "whole"), 0)[1] == 0
+    lasts_s, kills, moments, target = time.monotonic() - started, 0, [], folder / "killed"
+    expected, finished = digests(folder / "whole"), 0
     random.seed(0)
     while kills < 20:
-        run = start("gptq", source, target)
-        time.sleep(random.uniform(0.2, 1.0) * lasts_s)
-        if run.poll() is None:
-            run.send_signal(signal.SIGKILL)
+        pid, after_s = forked(source, target), random.uniform(0.05, 1.0) * lasts_s
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        if os.waitpid(pid, 0)[1] != 0:
             kills += 1
-        run.wait()
+            layers = len(list(folder.glob("killed.layers/0*.safetensors")))
+            moments.append(f"{after_s:.1f} s ({layers})")
         if target.exists():
-            assert digests(target) == digests(folder / "whole")
+            assert digests(target) == expected
+            finished += 1
             shutil.rmtree(target)
-    start("gptq", source, target).wait()
-    same = digests(target) == digests(folder / "whole")
-    print(f"  {kills} kills: {'the same folder, byte for byte' if same else 'OTHER'}")
+    assert os.waitpid(forked(source, target), 0)[1] == 0
+    same = digests(target) == expected
+    left = [path.name for path in folder.iterdir() if path.name.startswith("killed") and path != target]
+    print(f"  a run lasts {lasts_s:.1f} s; killed after (finished layers): {', '.join(moments)}\n  {kills} kills, "
+          f"{finished} runs between them that ended: {'the same folder, byte for byte' if same else 'OTHER'}, "
+          f"{len(left)} files left beside it")
+
+
+FORECASTS = ("free", "seq_mse", "seq_mse memory", "gptq", "gptq memory", "gptq disk")
+
+
+def row_forecast(folder: Path, source: Path) -> None:
+    for kind in FORECASTS:
+        found = measured(kind, source, folder / f"forecast {kind}")
+        print(f"    foreseen {found['foreseen']:.0f} MB: {found['foreseen'] / found['peak'] - 1:+.0%}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="*", default=["bits", "kills"],
-                        choices=["bits", "kills", "free", "gptq", "depth"])
+                        choices=["bits", "kills", "free", "gptq", "depth", "forecast"])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--child", nargs=3)
     arguments = parser.parse_args()
@@ -162,19 +222,19 @@ def main() -> None:
             print(row, flush=True)
             if row == "depth":
                 for layers in arguments.layers:
-                    width, inner, _, *others = SIZES["large"]
+                    width, inner, _, *others = SIZES["deep"]
                     make(folder / "source", (width, inner, layers, *others))
                     print(f"  {layers} layers", flush=True)
-                    measured("gptq", folder / "source", folder / "out")
+                    measured("gptq little", folder / "source", folder / "out")
                     shutil.rmtree(folder / "source"), shutil.rmtree(folder / "out")
                 continue
-            source = folder / ("large" if row in ("free", "gptq") else "small")
+            source = folder / {"free": "large", "gptq": "large", "kills": "tiny"}.get(row, "small")
             if not source.exists():
                 make(source, SIZES[source.name])
             if row == "gptq":
                 measured(row, source, folder / "gptq-large")
             else:
-                {"bits": row_bits, "kills": row_kills, "free": row_free}[row](folder, source)
+                {"bits": row_bits, "kills": row_kills, "free": row_free, "forecast": row_forecast}[row](folder, source)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from qtk.nn.mapped_weights import bounded
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.workflow.check import check
+from qtk.workflow.forecast import say_forecast
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.model_folder import files_beside
 from qtk.workflow.prepare import ExampleInputs
@@ -87,6 +88,7 @@ def quantize_checkpoint(
             verify=bool(resolved))
         if any(not decided.static for decided in sim.plan.values()):
             raise ConfigError("the config quantizes activations; give one of weights alone, such as vllm_w4a16")
+        say_forecast(sim.simulation, progress=progress and not resolved)
         sim.compute_encodings(None, progress=progress)
         round_scales(sim)
         report = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +13,17 @@ from qtk.calibrators.search import Sampled, choose_all, sampler
 from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import Granularity, PerChannel
+from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import covering_range
 from qtk.observers.observer import Observer
 from qtk.observers.weighted_samples import WeightedSamples
-from qtk.ops.simulate import simulate
+from qtk.ops.least_output_error import least_output_error
 from qtk.public import public
 
 MOST_STEPS = 1_000
 BINS = 1024
-AT_ONCE = 1 << 16
-"""Elements searched together: they and their changes stay in a cache."""
 
 LEAST_REACH = 0.55
 """Half the span of the codes with the narrowest range tried, over the largest magnitude."""
@@ -72,35 +70,13 @@ class WeightMse:
         if isinstance(spec.dtype, FloatDtype):  # its steps follow the values
             return covering_range(samples.low, samples.high, spec)
         scales, zero_points = narrower_ranges(samples.low, samples.high, spec, self.steps)
-        rows, best = max(1, AT_ONCE // max(1, samples.values.shape[1])), []
-        for begin in range(0, samples.scales, rows):
-            here = slice(begin, begin + rows)
-            zeros = None if zero_points is None else zero_points[:, here]
-            best.append(self._errors(samples.of(here), spec, scales[:, here], zeros).argmin(0, keepdim=True))
-        index = torch.cat(best, 1)
+        index = least_output_error(samples.values, scales, zero_points, int(spec.qmin), int(spec.qmax),
+                                   mean=self.mean, gain=self.gain, counts=samples.counts)[None]
         return scales.gather(0, index)[0], None if zero_points is None else zero_points.gather(0, index)[0]
-
-    def _errors(
-        self, samples: WeightedSamples, spec: QuantSpec, scales: Tensor, zero_points: Tensor | None,
-    ) -> Tensor:
-        """Shape: float64 [candidates, scales]."""
-        of_rows, values = replace(spec, granularity=PerChannel(0)), samples.values.to(torch.float32)
-        weight = None if samples.counts is None else samples.counts.to(torch.float32)
-
-        def summed(x: Tensor) -> Tensor:
-            return (x if weight is None else x * weight).sum(1, dtype=torch.float64)
-
-        power, count = summed(values * values), summed(torch.ones_like(values))
-        errors = torch.empty(scales.shape, dtype=torch.float64, device=scales.device)
-        for candidate, scale in enumerate(scales):
-            change = values - simulate(values, of_rows, scale, None if zero_points is None else zero_points[candidate])
-            along_mean, along_row = summed(change) ** 2 / count, summed(change * values) ** 2 / power
-            errors[candidate] = summed(change * change) + self.mean * along_mean + self.gain * along_row
-        return errors
 
 
 def narrower_ranges(low: Tensor, high: Tensor, spec: QuantSpec, steps: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points of ranges from that of the values to one of ``LEAST_REACH``, the widest first.
+    """Scales and zero points of ranges from the range of the values down to ``LEAST_REACH`` of it, the widest first.
 
     Shape: ``low`` and ``high`` float64 [scales]; results [steps, scales].
     """

@@ -154,6 +154,11 @@ def inspect(
         int | None, typer.Option(help=f"2 to 16; 0 leaves activations in float. {LEFT_OUT}")
     ] = None,
     meta: Annotated[bool, typer.Option("--meta", help="Dry run: plan and memory, no tensor allocated.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Forecast instead: peak memory and time of runs on this machine.")
+    ] = False,
+    method: Annotated[list[str] | None, typer.Option(help="Of --memory: a layer-wise method. Repeatable.")] = None,
+    num_batches: Annotated[int, typer.Option(help="Of --memory: batches of the input shape.")] = 64,
     show_traceback: Traceback = False,
 ) -> None:
     """Show how a model is captured, what would be quantized how, and what would stay in float."""
@@ -167,6 +172,9 @@ def inspect(
             weight_bits=FROM_CONFIG if weight_bits is None else weight_bits or None,
             activation_bits=FROM_CONFIG if activation_bits is None else activation_bits or None,
             meta=meta,
+            memory=memory,
+            methods=method or (),
+            num_batches=num_batches,
         )
 
 

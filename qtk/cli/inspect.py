@@ -14,9 +14,11 @@ from qtk.core.dtypes import integer
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.errors import ConfigError
 from qtk.graph.footprint import footprint
+from qtk.layerwise.methods import LayerwiseMethod, method
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
+from qtk.workflow.forecast import forecast_lines
 
 DTYPES = {
     name: getattr(torch, name)
@@ -35,6 +37,9 @@ def inspect(
     weight_bits: Width = FROM_CONFIG,
     activation_bits: Width = FROM_CONFIG,
     meta: bool = False,
+    memory: bool = False,
+    methods: Iterable[str] = (),
+    num_batches: int = 64,
 ) -> None:
     """Prints the capture report, the plan and the memory of a model.
 
@@ -47,6 +52,9 @@ def inspect(
         weight_bits: as for ``QuantSim``.
         activation_bits: likewise.
         meta: a dry run: the model is built and captured without allocating its tensors.
+        memory: print what runs on this machine would take instead: peak memory and time, for each ``offload``.
+        methods: the layer-wise methods of that run, together; none: rounding, and GPTQ.
+        num_batches: its batches, each of the input shape.
 
     Raises: QtkError if the model cannot be built or captured, or the configuration is wrong.
     """
@@ -64,14 +72,27 @@ def inspect(
         if library_shape is None:
             raise ConfigError(f"{model}: its input shape is not known; give --input-shape, as in 1,3,224,224")
         shapes = [(library_shape, torch.float32)]
-    examples = tuple(example_input(*shape, device="meta" if meta else "cpu") for shape in shapes)
+    inputs = tuple(example_input(*shape, device="meta" if meta else "cpu") for shape in shapes)
+    examples = {"input_ids": inputs[0], "use_cache": False} if model.startswith("hf:") and len(inputs) == 1 else inputs
     with console.status("capturing"):
-        sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config)
+        sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config,
+                       in_place=True)
+    if memory:
+        for name, run in _runs(methods).items():
+            for line in forecast_lines(sim.simulation, name, run, num_batches):
+                console.print(line, markup=False, highlight=False)
+        return
     console.print(str(sim.model.report), markup=False, highlight=False)
     for table in (plan_table(sim.plan), unquantized_table(sim.plan)):
         console.print(table.rich())
     console.print(plan_summary(sim.plan), markup=False, highlight=False)
     console.print(str(footprint(sim.model)), markup=False, highlight=False)
+
+
+def _runs(methods: Iterable[str]) -> dict[str, list[LayerwiseMethod]]:
+    names = list(methods)
+    return {" + ".join(names): [method(each) for each in names]} if names else {
+        "rounding": [], "gptq": [method("gptq")]}
 
 
 def parse_shape(text: str) -> tuple[Shape, torch.dtype]:

@@ -38,9 +38,12 @@ class LayerInput:
         moments: statistics of its input; ``None`` if none were required, or no data reached it.
         output: power of its output; stays 0 where it is not measured: with one path, and in nested layers.
         held_out_output: the same of the samples that are held out.
+        waits: whether this layer, and those before it, are to be updated before the walk goes on; else it runs nothing
+            before the next layer, or nothing that reads the new weights.
     """
 
     layer: WeightedLayer
     moments: SecondMoments | None
     output: OutputPower = field(default_factory=OutputPower)
     held_out_output: OutputPower = field(default_factory=OutputPower)
+    waits: bool = True

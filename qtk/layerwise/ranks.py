@@ -1,11 +1,12 @@
-"""Sums statistics of layer inputs, and holds out samples, over the processes of ``torch.distributed``."""
+"""Sums statistics of layer inputs, holds out samples, and spreads work over the processes of ``torch.distributed``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -17,6 +18,11 @@ from qtk.moments.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 from qtk.observers.ranks import exchanged, several_ranks
 from qtk.observers.row_sample import RowSample
+
+T = TypeVar("T")
+
+AHEAD = 4
+"""Layers for each rank whose statistics wait to be solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,34 @@ def sum_over_ranks(
     if first.required.holdout is not None:
         summed_moments.held_out = sum_over_ranks(None if moments is None else moments.held_out, device)
     return summed_moments
+
+
+def spread(tasks: Sequence[Callable[[], T]], costs: Sequence[float]) -> list[T]:
+    """Runs each task on one rank, the dearest first where the least is to be done. Returns: all results, on all ranks.
+
+    >>> spread([lambda: "one", lambda: "two"], [1.0, 2.0])
+    ['one', 'two']
+
+    Raises: the exception of a task; on other ranks CalibrationError with its message.
+    """
+    if not several_ranks():
+        return [task() for task in tasks]
+    loads, owners = [0.0] * distributed.get_world_size(), dict[int, int]()
+    for index in sorted(range(len(tasks)), key=lambda index: -costs[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
+    results, problem = dict[int, T](), None
+    try:
+        results = {index: tasks[index]() for index, owner in owners.items() if owner == distributed.get_rank()}
+    except Exception as error:  # the other ranks are waiting
+        problem = error
+    shares = exchanged(results, problem)
+    return [shares[owners[index]][index] for index in range(len(tasks))]
+
+
+def layers_at_once() -> int:
+    """Layers that ranks solve together, if none waits for another: a few for each rank, so that all end together."""
+    return AHEAD * distributed.get_world_size() if several_ranks() else 1
 
 
 def holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:

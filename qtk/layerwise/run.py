@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 from tqdm import tqdm
@@ -18,7 +20,7 @@ from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.options import LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults
-from qtk.layerwise.ranks import holdout_of_ranks, sum_over_ranks
+from qtk.layerwise.ranks import holdout_of_ranks, layers_at_once, spread, sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.sibling_experts import sibling_experts
 from qtk.layerwise.sparsity import dense_layers
@@ -27,9 +29,11 @@ from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
+from qtk.moments.second_moments import SecondMoments
 from qtk.nn.device import device_of
 from qtk.nn.mapped_weights import is_mapped
-from qtk.observers.ranks import from_first
+from qtk.numerics.im2col import weight_to_gemm
+from qtk.observers.ranks import from_first, several_ranks
 
 
 class LayerwiseRun:
@@ -59,6 +63,7 @@ class LayerwiseRun:
         self._earlier = earlier
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
+        self._waiting: list[LayerInput] = []
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
         directory = options.checkpoint_dir
@@ -102,19 +107,9 @@ class LayerwiseRun:
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
         updates: dict[str, tuple[LayerInput, LayerUpdate]] = {}
-        originals = self._earlier.originals
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
-            while (layer_input := self._next()) is not None:
-                if layer_input.layer in self._earlier.replayed:
-                    with uninterrupted():
-                        originals.restore(layer_input.layer)
-                    continue
-                for ready in self._starved.ready(layer_input):
-                    if (update := self._finish(ready)) is not None:
-                        updates[ready.layer.name] = replace(ready, moments=None), update
-                        ratio = update.after / update.before if update.before > 0 else 0.0
-                        bar.set_postfix_str(ready.layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
-                    bar.update()
+            while self._go_on(updates, bar):
+                pass
         if self._short_of_data:
             warnings.warn(
                 f"{len(self._short_of_data)} layers saw fewer rows of data than the methods need "
@@ -130,6 +125,27 @@ class LayerwiseRun:
             )
         return [_result(layer.name, updates.get(layer.name)) for layer in self._layers]
 
+    def _go_on(self, updates: dict[str, tuple[LayerInput, LayerUpdate]], bar: tqdm[Any]) -> bool:
+        """Walks to the next layer, and updates those that are ready. Returns: whether there was any.
+
+        No local variable of its caller holds statistics while the walk goes on.
+        """
+        layer_input = self._next()
+        if layer_input is not None and layer_input.layer in self._earlier.replayed:
+            with uninterrupted():
+                self._earlier.originals.restore(layer_input.layer)
+        elif layer_input is not None:
+            self._waiting += self._starved.ready(layer_input)
+        if layer_input is None or layer_input.waits or len(self._waiting) >= layers_at_once():
+            waiting, self._waiting = self._waiting, []
+            for ready, update in self._updates(waiting):
+                if update is not None:
+                    updates[ready.layer.name] = replace(ready, moments=None), update
+                    ratio = update.after / update.before if update.before > 0 else 0.0
+                    bar.set_postfix_str(ready.layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
+                bar.update()
+        return layer_input is not None
+
     def _next(self) -> LayerInput | None:
         """The next layer, with the statistics of the data of all ranks."""
         problem: Exception | None = None
@@ -141,24 +157,45 @@ class LayerwiseRun:
         moments = sum_over_ranks(None if layer_input is None else layer_input.moments, self._device, problem)
         return None if layer_input is None else replace(layer_input, moments=moments)
 
-    def _finish(self, layer_input: LayerInput) -> LayerUpdate | None:
-        """Writes the update of a layer. Returns: it, without its tensors."""
-        update, layer, originals = self._update(layer_input), layer_input.layer, self._earlier.originals
-        if update is None:
-            if self._earlier.is_continued:
-                originals.restore(layer)
-            return None
-        with uninterrupted():
-            originals.keep(*update.written(layer))
-            update.write(layer)
-            originals.wrote(*update.written(layer))
-        return replace(update, weight=None, bias=None)
+    def _updates(self, waiting: Sequence[LayerInput]) -> Iterator[tuple[LayerInput, LayerUpdate | None]]:
+        """Writes the updates of layers, of which each is computed on one rank.
 
-    def _update(self, layer_input: LayerInput) -> LayerUpdate | None:
-        """The update of a layer, from its checkpoint or computed; ``None`` if no data reached it."""
-        layer, moments, checkpoint = layer_input.layer, layer_input.moments, self._checkpoint
-        if checkpoint is not None and layer.name in self._finished:
-            return from_first(lambda: checkpoint.load(layer))
+        Yields: every layer with its update, without tensors; ``None``: no data reached it.
+        """
+        checkpoint, solves = self._checkpoint, dict[str, tuple[Callable[[], LayerUpdate], float]]()
+        for each in waiting:
+            moments = None if each.layer.name in self._finished else self._statistics(each)
+            if moments is not None:
+                solves[each.layer.name] = partial(
+                    compute_update, each.layer, self._methods, moments, self._earlier.present(each.layer),
+                    self._sparsity), _cost(each.layer)
+        solved = dict(zip(solves, spread([task for task, _ in solves.values()], [cost for _, cost in solves.values()]),
+                          strict=True))
+        for each in waiting:
+            layer, update = each.layer, solved.pop(each.layer.name, None)
+            if checkpoint is not None and layer.name in self._finished:
+                update = from_first(partial(checkpoint.load, layer))
+            elif checkpoint is not None and update is not None:
+                from_first(partial(checkpoint.save, layer, update))
+                if is_mapped(layer.weight) and not several_ranks():  # then the file of the layer is its memory
+                    update = checkpoint.load(layer)
+            self._write(layer, update)
+            yield each, None if update is None else replace(update, weight=None, bias=None)
+
+    def _write(self, layer: WeightedLayer, update: LayerUpdate | None) -> None:
+        """Writes the update of a layer; ``None``: what an earlier run has left, if the layer goes on from that."""
+        originals = self._earlier.originals
+        if update is not None:
+            with uninterrupted():
+                originals.keep(*update.written(layer))
+                update.write(layer)
+                originals.wrote(*update.written(layer))
+        elif self._earlier.is_continued:
+            originals.restore(layer)
+
+    def _statistics(self, layer_input: LayerInput) -> SecondMoments | None:
+        """The statistics that a layer is updated by; ``None`` if no data reached it."""
+        layer, moments = layer_input.layer, layer_input.moments
         if moments is None or not moments.rows:
             return None
         is_short = moments.rows_of_all < max(method.min_rows(moments.columns) for method in self._methods)
@@ -166,18 +203,13 @@ class LayerwiseRun:
             self._short_of_data.append(layer.name)
         if moments.held_out is not None and not moments.held_out.rows:
             self._without_holdout.append(layer.name)
-        moments = self._starved.pooled(layer.name, moments)
+        return self._starved.pooled(layer.name, moments)
 
-        def compute() -> LayerUpdate:
-            update = compute_update(layer, self._methods, moments, self._earlier.present(layer),
-                                    self._sparsity)
-            if checkpoint is not None:
-                checkpoint.save(layer, update)
-                if is_mapped(layer.weight):  # then the file of the layer is its memory
-                    update = checkpoint.load(layer)
-            return update
 
-        return from_first(compute)
+def _cost(layer: WeightedLayer) -> float:
+    """What solving a layer costs, in multiplications: of factors of its Gram matrix, and of products with it."""
+    groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
+    return float(groups * columns**2 * (columns + outputs))
 
 
 def _required_statistics(

@@ -61,7 +61,7 @@ def walk(
     holdout: Holdout | None = None,
     all_experts: bool = False,
 ) -> Iterator[LayerInput]:
-    """Yields every layer of ``required`` at its last use; update its weight and bias before the next iteration.
+    """Yields every layer of ``required`` when all of its input is known; update those that ``waits`` ends together.
 
     Quantizers act in their modes, except on the float path, where they are bypassed.
 
@@ -99,7 +99,7 @@ def walk(
                 run = lambda call=call: model(*call.args, **call.kwargs)  # noqa: E731
                 nested.observe(run, batch, samples_of(call))
     for layer in required:
-        yield LayerInput(layer, nested.moments.get(layer))
+        yield LayerInput(layer, nested.moments.get(layer), waits=False)
 
 
 def only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph | None:
@@ -177,8 +177,8 @@ class _GraphWalk:
 
     def __iter__(self) -> Iterator[LayerInput]:
         stops: dict[fx.Node, list[WeightedLayer]] = {}
-        for layer, users in self._uses.items():
-            stops.setdefault(users[-1], []).append(layer)
+        for layer in self._uses:
+            stops.setdefault(self._stop(layer), []).append(layer)
         begin = 0
         try:
             for stop in sorted(stops, key=self._index.__getitem__):
@@ -189,14 +189,15 @@ class _GraphWalk:
                 self._paths.drop_float(begin)
                 for layer in stops[stop]:
                     self._paths.keep_float((layer.parameter, layer.bias))
-                    layer_input = LayerInput(layer, self._collected(layer))
-                    if not any(self._input(layer, node) in self._routers for node in self._uses[layer]):
-                        self._outputs[stop] = replace(layer_input, moments=None)  # else its error is over other rows
-                    yield layer_input
+                    users = self._uses[layer]
+                    output = LayerInput(layer, None, waits=layer is stops[stop][-1] and True in self._paths.quantized)
+                    if not any(self._input(layer, node) in self._routers for node in users):  # else of other rows
+                        self._outputs[users[-1]] = output
+                    yield replace(output, moments=self._collected(layer))  # which nothing here holds meanwhile
             if stops and len(self._paths.quantized) > 1:
                 for batch, call in enumerate(self._calls):
                     with named_batch(batch, call):
-                        self._advance(batch, begin, begin + 1)
+                        self._advance(batch, begin, 1 + max(self._index[users[-1]] for users in self._uses.values()))
             _warn_of_all_rows("in some batches the lengths do not fit", self._readers_of(self._rows.misfits))
         finally:
             self._live.close()
@@ -330,6 +331,12 @@ class _GraphWalk:
         for use in uses:
             total.merge(use)
         return total
+
+    def _stop(self, layer: WeightedLayer) -> fx.Node:
+        """Where a layer's statistics are complete: at its last use, or where another layer reads the same first."""
+        *earlier, last = self._uses[layer]
+        read = None if earlier or last in self._nested else self._input(layer, last)
+        return last if read is None else next(node for node, inputs in self._inputs.items() if read in inputs)
 
     def _input(self, layer: WeightedLayer, node: fx.Node) -> _Input | None:
         required, row, use = self._required[layer], row_of(node), layer.uses.get(node)

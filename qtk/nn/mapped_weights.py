@@ -29,6 +29,9 @@ from torch.overrides import TorchFunctionMode
 LIMIT_BYTES = 1 << 28
 """Bytes of files that ``bounded`` leaves in memory."""
 
+LARGE_BYTES = 10**9
+"""Size of the parameters from which on a run says what it will take before it begins."""
+
 PAGE = mmap.PAGESIZE
 DONTNEED = 4  # of <sys/mman.h> on Linux
 OF_FILE = 1 << 61
@@ -39,6 +42,15 @@ def is_mapped(tensor: Tensor) -> bool:
     """Whether the memory of a tensor, of at least a page, is a private range of a file."""
     size_bytes = tensor.numel() * tensor.element_size()
     return tensor.device.type == "cpu" and size_bytes >= PAGE and _is_inside(tensor, _file_ranges())
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether the parameters take so much that a run on them is long."""
+    return parameter_bytes(model) >= LARGE_BYTES
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def has_mapped(model: nn.Module) -> bool:
@@ -77,11 +89,12 @@ def _in_file(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def bounded(*models: nn.Module, limit_bytes: int = LIMIT_BYTES) -> Iterator[None]:
+def bounded(*models: nn.Module, limit_bytes: int | None = None) -> Iterator[None]:
     """Drops mapped weights of the models while the body runs, whenever they take more than ``limit_bytes``.
 
     Weights that were written since they were loaded stay.
     """
+    limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
     parameters = [each for model in models for each in model.parameters()]
     size_bytes = sum(each.numel() * each.element_size() for each in parameters)
     pages = _Pages(parameters) if size_bytes > limit_bytes else None  # to look at mappings takes milliseconds
@@ -197,8 +210,10 @@ def _file_ranges() -> list[tuple[int, int]]:
         return []
     ranges = []
     for line in lines:
-        addresses, kind, _, _, inode, *_ = line.split()
-        if kind == "rw-p" and inode != "0" and ".so" not in line:
+        if " rw-p " not in line or ".so" in line:  # of thousands of lines few are taken apart
+            continue
+        addresses, _, _, _, inode, *_ = line.split()
+        if inode != "0":
             begin, _, end = addresses.partition("-")
             ranges.append((int(begin, 16), int(end, 16)))
     return sorted(ranges)

@@ -19,6 +19,7 @@ class RawValues(Counted):
         super().__init__()
         self.granularity = granularity
         self._seen: list[Tensor] = []  # [scales, elements] each
+        self._ends: list[tuple[Tensor, Tensor]] = []  # the extremes of each, float32
         self._shape: tuple[int, ...] = ()
 
     @torch.no_grad()
@@ -34,6 +35,7 @@ class RawValues(Counted):
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
         self._seen.append(x.detach().reshape(split).permute(*outside, *inside).reshape(batch.low.numel(), -1))
+        self._ends.append((batch.low.flatten(), batch.high.flatten()))
         self._add(batch)
 
     def merge(self, other: RawValues) -> None:
@@ -43,6 +45,7 @@ class RawValues(Counted):
                                    f"{self.granularity} of {self._shape}")
         self._shape = other._shape or self._shape
         self._seen += other._seen
+        self._ends += other._ends
         self._add_all(other)
 
     @property
@@ -56,7 +59,9 @@ class RawValues(Counted):
             raise CalibrationError("no data was observed; calibrate with data that reaches this site")
         values = self._seen[0] if len(self._seen) == 1 else torch.cat(self._seen, dim=1)
         counts = None
-        low, high = values.amin(1).to(torch.float64), values.amax(1).to(torch.float64)
+        ends = self._ends if values.dtype != torch.float64 else [(values.amin(1), values.amax(1))]
+        low = torch.stack([each for each, _ in ends]).amin(0).to(torch.float64)
+        high = torch.stack([each for _, each in ends]).amax(0).to(torch.float64)
         if self.sentinels:
             masked = values <= sentinel_bound(values.dtype)
             low, high = values.masked_fill(masked, torch.inf).amin(1), values.masked_fill(masked, -torch.inf).amax(1)

@@ -18,7 +18,7 @@ from qtk.core.needs import concerned
 from qtk.graph.graphs import contents_of
 from qtk.graph.insert import drop_sites, insert, remove
 from qtk.graph.simulation import Simulation
-from qtk.nn.mapped_weights import bounded
+from qtk.nn.mapped_weights import bounded, is_large
 from qtk.observers.ranks import exchanged, several_ranks
 from qtk.operators.op_row import Role
 from qtk.quantizers.quantizer import Mode
@@ -67,6 +67,10 @@ def compute_encodings(
     """
     computes_all = sites is None and not only_missing
     putting_back = _dropped_sites_back(sim) if computes_all and sim.simulation.dropped else nullcontext()
+    if data.progress and data.batches is not None and is_large(sim.model):
+        from qtk.workflow.forecast import say_forecast  # loaded here: it knows all layer-wise methods
+
+        say_forecast(sim.simulation)
     with bounded(sim.model), putting_back:
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)

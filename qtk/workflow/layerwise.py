@@ -38,6 +38,7 @@ from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.rewrite import refuse_kept
 from qtk.transforms.steps import STEPS
+from qtk.workflow.forecast import say_forecast
 
 LEFT = 0.1
 """Share of the parameters left as they are from which a warning is due."""
@@ -146,6 +147,7 @@ def apply_layerwise(
         restarted = () if goes_on else tuple(layer.name for layer in layers if layer in rewound)
         warn_of_earlier_results(restarted if start is None else (), gone)
         earlier = EarlierResults(originals, tuple(layer for layer in others if layer in rewound), goes_on)
+        say_forecast(simulation, resolved, calls, options=options, progress=progress)
         run = (BlockRun(simulation.model, last, layers, calls, options, earlier) if isinstance(last, Reconstruction)
                else LayerwiseRun(simulation.model, resolved, layers, calls, options, earlier))
         results = run.finish(progress=progress)

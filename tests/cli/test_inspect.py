@@ -26,6 +26,12 @@ def test_report_plan_and_what_stays_in_float(project):
     assert "quantizers:" in text
 
 
+def test_memory_is_forecast_for_each_offload(project):
+    text = shown(f"{project.module}:net", input_shapes=["1,6"], memory=True, methods=["gptq"], num_batches=3)
+    assert [line.partition(": peak")[0] for line in text.splitlines()] == [
+        "gptq, 3 batches, offload='none'", "gptq, 3 batches, offload='disk'"]
+
+
 @pytest.mark.medium
 def test_a_library_model_needs_no_shape():
     text = shown("demo:digits_cnn", activation_bits=None)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 
+import qtk
 from qtk.errors import CalibrationError
-from qtk.layerwise.ranks import sum_over_ranks
+from qtk.layerwise.ranks import spread, sum_over_ranks
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
@@ -64,9 +65,36 @@ def on_a_rank(directory):
             sum_over_ranks(moments, CPU, problem)
         except (CalibrationError, ValueError) as error:
             result[key] = f"{type(error).__name__}: {error}"
+    tasks = [lambda number=number: (number, rank) for number in range(4)]
+    result["spread"] = spread(tasks, [1.0, 5.0, 2.0, 1.5])
+    try:
+        spread([lambda: 1, lambda: 1 // 0], [1.0, 2.0])
+    except (CalibrationError, ArithmeticError) as error:
+        result["spread problem"] = f"{type(error).__name__}: {error}"
+    result["gptq"] = improved(rank)
     torch.save(result, Path(directory, f"{rank}.pt"))
     distributed.destroy_process_group()
     os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown ("terminate called ...")
+
+
+def improved(rank=None):
+    """The weights after GPTQ, of the data of a rank, or of all; two layers read the same input."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, 32) @ torch.randn(32, 32)
+    sim = qtk.QuantSim(Siblings().eval(), x[0], weight_bits=3, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    options = qtk.LayerwiseOptions(holdout=0)
+    qtk.apply_gptq(sim, x if rank is None else x[rank::RANKS], progress=False, options=options)
+    return [parameter.detach() for parameter in sim.model.parameters()]
+
+
+class Siblings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.c(self.a(x).relu() * self.b(x))
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +153,21 @@ def test_what_is_wrong_on_one_rank_is_said_on_all(results):
     ]
     for result in results:
         assert "different statistics" in result["different"]
+
+
+def test_tasks_are_spread_by_what_they_cost_and_all_ranks_have_all_results(results):
+    for result in results:
+        assert result["spread"] == [(0, 2), (1, 0), (2, 1), (3, 2)]
+    assert [result["spread problem"].partition(":")[0] for result in results] == [
+        "ZeroDivisionError", "CalibrationError", "CalibrationError"]
+
+
+def test_layers_solved_on_several_ranks_have_the_bits_of_one_process(results):
+    expected = improved()
+    assert expected
+    for result in results:
+        assert len(result["gptq"]) == len(expected)
+        assert all(torch.equal(*pair) for pair in zip(result["gptq"], expected, strict=True))
 
 
 def test_one_process_keeps_what_it_has():

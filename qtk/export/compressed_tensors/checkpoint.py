@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtk.core.dtypes import DTYPES
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import (
@@ -23,10 +25,12 @@ from qtk.export.compressed_tensors.original import Original
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.parameter_readers import memory_of
 from qtk.numerics.codes import codes_of, values_of
+from qtk.numerics.effective import effective_scale
 
 SCALES, SHAPE = ("weight_scale", "input_scale"), "weight_shape"
-AT_ONCE = 1 << 20
-"""Elements of a weight that are rounded and packed together."""
+INT4, MIDDLE = DTYPES["int4"], 8
+AT_ONCE = 1 << 18
+"""Elements of a weight that are rounded and packed together: their float32 fit a cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +60,24 @@ def stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Ten
 
     Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
     """
+    scheme = scheme_of_layer(layer)
+    if _is_packed(layer, scheme):
+        (name,) = by_layer(layer, layer.weight, "weight", original)
+        return [StoredLayer(_module(name), scheme, _packed(layer))]
     parts = [_stored_layers(rows, original, divisor) for rows in _by_rows(layer)]
     return parts[0] if len(parts) == 1 else [_joined([each for (each,) in parts], layer)]
+
+
+def first_outputs(layer: QuantizedLayer) -> QuantizedLayer:
+    """The layer with its first outputs alone, if there are many, and outputs are stored one by one."""
+    return _by_rows(layer)[0]
+
+
+def of_outputs(tensors: Mapping[str, Tensor], part: QuantizedLayer) -> dict[str, Tensor]:
+    """Of the stored tensors of a layer those of its first outputs, which ``part`` has."""
+    rows = len(part.weight)
+    return {end: torch.tensor(part.weight.shape) if end == SHAPE else tensor[:rows] if end.startswith("weight")
+            else tensor for end, tensor in tensors.items()}
 
 
 def _by_rows(layer: QuantizedLayer) -> list[QuantizedLayer]:
@@ -93,6 +113,28 @@ def _stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Te
             for name, part in by_layer(layer, number, end, original).items():
                 parts.setdefault(name, {})[end] = part
     return [_stored(name, part, scheme, layer, divisor) for name, part in parts.items()]
+
+
+def _is_packed(layer: QuantizedLayer, scheme: Any) -> bool:
+    """Whether a weight is one of symmetric codes of 4 bits, eight in an int32."""
+    spec, weight = layer.encoding.spec, layer.weight
+    return (weight.ndim == 2 and weight.shape[1] % 8 == 0 and layer.inputs is None and not _is_transposed(layer)
+            and (spec.dtype, spec.symmetric, spec.scale_format) == (INT4, True, None)
+            and scheme.weights.strategy in ("group", "channel") and sys.byteorder == "little")
+
+
+def _packed(layer: QuantizedLayer) -> dict[str, Tensor]:
+    """The tensors of such a weight, in a tenth of the library's time: codes with 8 added, the first the lowest bits."""
+    spec, weight = layer.encoding.spec, layer.weight.detach().cpu()
+    scale = layer.encoding.scale.cpu().reshape(len(weight), -1)
+    packed = torch.empty(len(weight), weight.shape[1] // 8, dtype=torch.int32)
+    at_once = max(1, AT_ONCE // weight.shape[1])
+    for rows in (slice(begin, begin + at_once) for begin in range(0, len(weight), at_once)):
+        steps = weight[rows].reshape(*scale[rows].shape, -1) / effective_scale(scale[rows])[..., None]
+        codes = steps.nan_to_num_(nan=0.0).round_().clamp_(spec.qmin, spec.qmax).add_(MIDDLE).to(torch.uint8)
+        pairs = codes.view(torch.int16).flatten(1)
+        packed[rows].view(torch.uint8).copy_(pairs >> 4 | pairs)
+    return {"weight_scale": scale.to(weight.dtype), "weight_packed": packed, SHAPE: torch.tensor(weight.shape)}
 
 
 def scheme_of_layer(layer: QuantizedLayer) -> Any:
@@ -153,8 +195,12 @@ def _stored(
     kind = layer.weight.dtype
     tensors = {end: each.to(kind) if end in SCALES and each.dtype == torch.float32 else each
                for end, each in tensors.items()}
-    return StoredLayer(name.removesuffix("weight").removesuffix("."), scheme, tensors,
+    return StoredLayer(_module(name), scheme, tensors,
                        is_transposed=_is_transposed(layer) and not layer.axes.stack)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix("weight").removesuffix(".")
 
 
 def other_tensors(model: nn.Module, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor]:

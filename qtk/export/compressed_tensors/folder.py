@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -111,12 +111,18 @@ def read(folder: Path) -> dict[str, ReadLayer]:
     Raises: ExportError if a file is missing or malformed.
     """
     with _layers(folder) as layers:
-        return {path: read_layer() for path, read_layer in layers.items()}
+        return {path: read(tensors()) for path, (tensors, read) in layers.items()}
+
+
+_Tensors: TypeAlias = dict[str, Tensor]
 
 
 @contextmanager
-def _layers(folder: Path) -> Iterator[Mapping[str, Callable[[], ReadLayer]]]:
-    """Path of each quantized layer → what reads its numbers. Raises: ExportError as ``read``."""
+def _layers(folder: Path) -> Iterator[Mapping[str, tuple[Callable[[], _Tensors], Callable[[_Tensors], ReadLayer]]]]:
+    """Path of each quantized layer → what reads its tensors, and its numbers from these.
+
+    Raises: ExportError as ``read``.
+    """
     with _reading(folder), opened(folder) as tensors:
         schemes = list(config.read(folder)[0].values())
         by_path: dict[str, dict[str, Callable[[], Tensor]]] = {}
@@ -124,10 +130,11 @@ def _layers(folder: Path) -> Iterator[Mapping[str, Callable[[], ReadLayer]]]:
             path, _, end = name.rpartition(".")
             by_path.setdefault(path, {})[end] = tensor
 
-        def read_layer(path: str) -> ReadLayer:
-            return _read({end: tensor() for end, tensor in by_path[path].items()}, _scheme(path, schemes))
+        def tensors_of(path: str) -> _Tensors:
+            return {end: tensor() for end, tensor in by_path[path].items()}
 
-        yield {path: partial(read_layer, path) for path, own in by_path.items() if "weight_scale" in own}
+        yield {path: (partial(tensors_of, path), lambda tensors, path=path: _read(tensors, _scheme(path, schemes)))  # type: ignore[misc]
+               for path, own in by_path.items() if "weight_scale" in own}
 
 
 @contextmanager
@@ -153,20 +160,31 @@ def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = False) -> None:
     """Reads the files back and compares schemes, codes, scales and zero points with the simulation.
 
+    All tensors are compared with those that the simulation gives now. What the library makes of them is compared with
+    the numbers of the simulation: of a large weight, of its first outputs.
+
     The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
     differ in their last two bits.
 
     Raises: ExportError naming the layer of the first difference.
     """
     original, layers = Original.of(model), layers_of(model)
+    divisors = layers.global_scales()
     with _layers(folder) as found:
         left = dict(found)
         own_layers = layers.quantized.values()
         for layer in tqdm(own_layers, "reading back", unit="layer", leave=False, disable=not progress):
-            for path, expected in _simulated(layer, original).items():
-                if path not in left:
-                    raise ExportError(f"{path} is in the simulation alone")
-                _compare(path or "weight", left.pop(path)(), expected)
+            part = checkpoint.first_outputs(layer)
+            expected = _simulated(part, original)
+            for own in checkpoint.stored_layers(layer, original, divisors.get(layer.name)):
+                if own.path not in left:
+                    raise ExportError(f"{own.path} is in the simulation alone")
+                tensors, read_layer = left.pop(own.path)
+                stored, name = tensors(), own.path or "weight"
+                found_layer = read_layer(stored if part is layer else checkpoint.of_outputs(stored, part))
+                _compare_schemes(name, found_layer, expected[own.path])
+                if not _have_equal_bits(stored, own.tensors) or not _equal(found_layer, expected[own.path]):
+                    raise ExportError(f"{name}: the scales, zero points or integers differ from the simulation")
     if left:
         raise ExportError(f"{next(iter(left))} is in the file alone")
     (cache, scales), (own, own_scales) = read_caches(folder), scales_of(layers.caches, original, _dtype(layers, model))
@@ -178,12 +196,18 @@ def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = 
             raise ExportError(f"{name} differs from the scale in the simulation")
 
 
-def _compare(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
+def _compare_schemes(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
     if _arguments(layer.scheme) != _arguments(expected.scheme):
         raise ExportError(f"{name}: the config has {_arguments(layer.scheme)}, the simulation "
                           f"{_arguments(expected.scheme)}")
-    if not _equal(layer, expected):
-        raise ExportError(f"{name}: the scales, zero points or integers differ from the simulation")
+
+
+def _have_equal_bits(stored: _Tensors, own: _Tensors) -> bool:
+    """Whether a file has these tensors of a weight and its input, and no others of them; a bias is none."""
+    return {end for end in stored if end.startswith(("weight", "input"))} == own.keys() and all(
+        (each.dtype, each.shape) == (stored[end].dtype, stored[end].shape)
+        and torch.equal(each.flatten().view(torch.uint8), stored[end].flatten().view(torch.uint8))
+        for end, each in own.items())
 
 
 def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:

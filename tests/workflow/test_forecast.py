@@ -1,0 +1,62 @@
+"""Forecasts against counts by hand: the shapes are known, and nothing is computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.options import DEFAULT
+from qtk.workflow import forecast as forecasting
+from qtk.workflow.forecast import Forecast, forecast
+
+WIDTH, ROWS = 64, 32
+
+
+def sim_of(device="cpu"):
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).to(device).eval()
+    return qtk.QuantSim(model, torch.ones(ROWS, WIDTH, device=device), weight_bits=4, activation_bits=None)
+
+
+def test_parts_are_those_of_the_shapes():
+    sim, gptq = sim_of(), [Gptq()]
+    found = forecast(sim.simulation, gptq, batches=3, scale=2.0, options=replace(DEFAULT, holdout=0))
+    between = 2 * ROWS * 4 * WIDTH * 4  # the output of the ReLU, of calls twice as large as the example
+    assert found.parts["values between layers"] == 2 * 3 * between
+    assert found.parts["statistics"] == 2 * (4 * WIDTH) ** 2 * 4  # H and E of the second layer
+    assert found.parts["float weights"] == 2 * 4 * WIDTH**2 * 4
+    held_out = forecast(sim.simulation, gptq, batches=3, scale=2.0)
+    assert held_out.parts["statistics"] == 2 * found.parts["statistics"]
+    disk = forecast(sim.simulation, gptq, batches=3, scale=2.0, options=replace(DEFAULT, offload="disk"))
+    assert disk.parts["values between layers"] == 2 * between
+    assert disk.parts["float weights"] == 0
+    assert found.multiplications > 2 * 3 * 2 * ROWS * 2 * 4 * WIDTH**2
+    assert forecast(sim.simulation).peak_bytes < found.peak_bytes
+
+
+def test_a_model_without_values_has_the_same_forecast():
+    one, other = (forecast(sim_of(device).simulation, [Gptq()], batches=2) for device in ("cpu", "meta"))
+    assert one == other
+
+
+@pytest.mark.medium
+def test_what_does_not_fit_is_said_with_what_does(monkeypatch, capsys):
+    sim = sim_of()
+    peaks = [forecast(sim.simulation, [Gptq()], batches=50, options=replace(DEFAULT, offload=each)).peak_bytes
+             for each in ("none", "disk")]
+    assert peaks[1] < peaks[0]
+    monkeypatch.setattr(forecasting, "available_bytes", lambda: sum(peaks) // 2)
+    lines = list(forecasting.forecast_lines(sim.simulation, "gptq", [Gptq()], 50))
+    assert ["does not fit" in line for line in lines] == [True, False]
+    monkeypatch.setattr(forecasting, "is_large", lambda model: True)
+    x = [torch.randn(ROWS, WIDTH) for _ in range(50)]
+    sim.compute_encodings(None, progress=False)
+    qtk.apply_gptq(sim, x)
+    assert 'offload="disk") takes' in capsys.readouterr().err
+
+
+def test_a_forecast_is_one_line():
+    text = Forecast({"values between layers": 10**9, "solving": 10**7}, 6e13).text(1e9)
+    assert text == "peak 1.0 GB more than now (values between layers 1.0), about 16.7 h"
