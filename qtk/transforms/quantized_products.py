@@ -117,7 +117,7 @@ def _rounding(
     if spec.dynamic:
         return lambda x, scale: simulate_dynamic(x, spec)
     scheme = calibrator(decided.scheme)
-    if isinstance(scheme, MinMax) and isinstance(spec.granularity, PerTensor):
+    if isinstance(scheme, MinMax) and isinstance(spec.granularity, PerTensor | PerTokenBlock):
         low, high = statistics.range
 
         def in_extremes(x: Tensor, scale: Tensor) -> Tensor:
