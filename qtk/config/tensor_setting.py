@@ -220,7 +220,7 @@ def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str |
 def _without_lpbq(setting: TensorSetting | str | None) -> TensorSetting | str | None:
     blocks = BLOCK_FORMATS.get(setting.dtype or "") if isinstance(setting, TensorSetting) else None
     if blocks is not None and blocks.scale_format is ScaleFormat.INT4:
-        raise ValueError(f"{blocks.name} is for weights: its scales share one of an output channel; use mxfp4, nvfp4 or "
+        raise ValueError(f"{blocks.name} is for weights: its scales share one of an output channel; use nvfp4, or "
                          "{dtype: int4, granularity: per_block, block_size: 64}")
     return setting
 

@@ -80,7 +80,7 @@ class QuantSpec:
         if isinstance(self.granularity, PerToken) and not self.dynamic:
             raise SpecError("PerToken() is for dynamic quantization: the number of tokens varies; use dynamic=True")
         if isinstance(self.granularity, PerTokenBlock) and not self.dynamic and self.scale_format != ScaleFormat.E4M3:
-            raise SpecError(f"{self.granularity} has a calibrated scale beside those of the blocks only where these are "
+            raise SpecError(f"{self.granularity} has a calibrated scale beside those of its blocks only if these are "
                             "e4m3; use dynamic=True")
 
     @property

@@ -133,7 +133,7 @@ def run_time_scales(x: Tensor, sizes: Sequence[int], spec: QuantSpec, scale: Ten
     ``e4m3(divisor · (amax / 6)) / divisor``, the quotient by 6 rounded to the dtype of ``x``. A block that would have
     scale 0 gets 0.125 / divisor, with which its codes are 0.
 
-    Shape: ``x`` any, with whole blocks of ``sizes``; ``scale`` [1], the calibrated one; result float32, a scale a block.
+    Shape: ``x`` any, with whole blocks of ``sizes``; ``scale`` [1], the calibrated one; result float32, one a block.
 
     >>> from qtk.core.granularity import PerTokenBlock
     >>> nvfp4 = QuantSpec(DTYPES["fp4_e2m1"], PerTokenBlock(2, -1), symmetric=True, scale_format=ScaleFormat.E4M3)

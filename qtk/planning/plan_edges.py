@@ -1,4 +1,4 @@
-"""Rules 7, 12, 14 and 21 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
+"""Rules 7, 12, 14 and 21 of the planner: quantizers on edges into ops that need another spec than the producer has."""
 
 from __future__ import annotations
 

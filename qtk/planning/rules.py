@@ -247,8 +247,8 @@ def to_spec(
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock | PerTokenBlock) else None
     dynamic = setting.is_dynamic or (isinstance(granularity, PerTokenBlock) and stored is not ScaleFormat.E4M3)
     if dynamic and setting.dynamic is False:
-        raise SpecError(f"activations of {setting.dtype or 'blocks'} find their scales at run time, dynamic says false; "
-                        "leave it out, or use nvfp4, of which the scale of the tensor is calibrated")
+        raise SpecError(f"activations of {setting.dtype or 'blocks'} find their scales at run time, dynamic says "
+                        "false; leave it out, or use nvfp4, of which the scale of the tensor is calibrated")
     return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow and not reduced,
                      reduced_range=reduced, dynamic=dynamic, scale_format=stored)
 
