@@ -168,6 +168,8 @@ class BlockRun:
                 learned = self._measured(window)
             losses = [float(each[judge].loss(self._method.divergence)) for each in (before, learned)]
             if losses[1] < losses[0]:
+                if judge:
+                    self._descend(window, roundings, with_held_out=True)
                 after, winner = learned, f"Reconstruction, loss {losses[0]:.3g} → {losses[1]:.3g}"
                 weights = [rounding.weight().detach() for rounding in roundings.values()]
         if winner == NONE:
@@ -214,8 +216,10 @@ class BlockRun:
                 for index, each in enumerate(window.ranges)])
         return _result(window.name, numbers["winner"], (parts[0], parts[1]), (parts[2], parts[3]))
 
-    def _descend(self, window: Window, roundings: Mapping[Quantizer, SoftRounding]) -> None:
-        """Learns roundings and ranges; ranges end fixed."""
+    def _descend(
+        self, window: Window, roundings: Mapping[Quantizer, SoftRounding], *, with_held_out: bool = False
+    ) -> None:
+        """Learns roundings and ranges, from the samples that are seen or from all; ranges end fixed."""
         method = self._method
         for quantizer in window.ranges:
             quantizer.learn_range(GradientScale.NONE)
@@ -233,7 +237,9 @@ class BlockRun:
                 torch.manual_seed(SEED)
                 for _ in range(method.iterations):
                     order = order or torch.randperm(len(self._calls)).tolist()
-                    errors, _ = self._errors(window, order.pop(), method.drop)
+                    errors, held_out = self._errors(window, order.pop(), method.drop)
+                    if with_held_out:
+                        errors.add(held_out)
                     if not errors.signal:
                         continue
                     loss = errors.loss(method.divergence)
