@@ -229,15 +229,17 @@ class BlockRun:
         optimizer = torch.optim.Adam([{"params": each, "lr": rate} for each, rate in groups if each])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, method.iterations)
         hooks = {each: replacing(rounding.weight) for each, rounding in roundings.items()}
-        if method.drop:
-            hooks |= dict.fromkeys(window.ranges, dropping(method.drop))
+        drop = method.drop
+        if drop:
+            hooks |= dict.fromkeys(window.ranges, dropping(lambda: drop))
         device, order = next(self._graph.parameters()).device, list[int]()
         try:
             with torch.enable_grad(), hooked(hooks), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(SEED)
-                for _ in range(method.iterations):
+                for step in range(method.iterations):
+                    drop = method.drop * (1 - step / method.iterations)
                     order = order or torch.randperm(len(self._calls)).tolist()
-                    errors, held_out = self._errors(window, order.pop(), method.drop)
+                    errors, held_out = self._errors(window, order.pop(), drop)
                     if with_held_out:
                         errors.add(held_out)
                     if not errors.signal:

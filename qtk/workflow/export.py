@@ -198,8 +198,7 @@ def _write_aimet(version: str, simulation: Simulation, folder: Path) -> list[Nam
     found_late = [site.name for site, each in simulation.quantizers.items()
                   if each.spec.dynamic or isinstance(each.spec.granularity, PerTokenBlock)]
     if found_late:
-        raise ExportError(f"AIMET's schemas hold no dynamic quantization, as {found_late[0]} has; "
-                          f"{ENCODINGS_FILE} lists it")
+        raise ExportError(f"AIMET's schemas hold no dynamic quantization ({found_late[0]}); {ENCODINGS_FILE} lists it")
     tensors = named_encodings(simulation)
     write = encodings_aimet.WRITERS[version]
     write(tensors, folder / aimet_name(version), excluded=excluded_modules(simulation.model))
