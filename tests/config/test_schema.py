@@ -99,7 +99,7 @@ def test_all_but_the_version_may_be_left_out():
         (with_setting({"axis": 1}, "output"), "output: axis 1 needs granularity per_channel, got None"),
         (with_setting({"granularity": "per_channel"}, "output"), "no op says which axis of an activation its"),
         (with_setting({"granularity": "per_channel", "axis": 1}), "channels of a weight are those of its op"),
-        (with_setting({"granularity": "per_block", "block_size": 8}, "bias"), "per_block is for what products multiply"),
+        (with_setting({"granularity": "per_block", "block_size": 8}, "bias"), "per_block is for what products"),
         (with_setting({"range": [1.0, 0.0]}), "rules[1].weight: range [1.0, 0.0] must be [low, high] with low < high"),
         (with_setting({"range": [0.0, float("inf")]}), "rules[1].weight.range[1]: got inf; must be a finite number"),
         (with_setting({"range": [0.0]}), "rules[1].weight.range"),
