@@ -171,7 +171,7 @@ class BlockRun:
             with hooked({each: replacing(rounding.weight) for each, rounding in roundings.items()}):
                 learned = self._measured(window)
             losses = [float(each[judge].loss(self._method.divergence)) for each in (before, learned)]
-            if losses[1] < losses[0]:
+            if losses[1] < losses[0] and float(learned[judge].divergence) <= float(before[judge].divergence):
                 if judge:
                     self._descend(window, roundings, with_held_out=True)
                 after, winner = learned, f"Reconstruction, loss {losses[0]:.3g} → {losses[1]:.3g}"
