@@ -197,7 +197,8 @@ def apply_reconstruction(
     BRECQ (Li et al., arXiv 2102.05426) with QDrop (Wei et al., arXiv 2203.05740). A block lies between residual joins
     of the graph; a recurrent op, with its loop over time, is one. The loss is the relative error of what leaves the
     blocks and the divergence of the model's output, in nats; values are quantized or not at random. A window changes
-    only if its loss over the samples that are held out falls; it then learns on from all samples, unjudged.
+    only if over the samples that are held out its loss falls and the divergence does not rise; it then learns on from
+    all samples, unjudged.
 
     >>> import qtk
     >>> _ = torch.manual_seed(2)
