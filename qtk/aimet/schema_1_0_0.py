@@ -19,7 +19,7 @@ from qtk.aimet.fields import (
     zero_point_of,
 )
 from qtk.core.dtypes import FloatDtype
-from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, PerToken, Shape
+from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export.encodings_json import numbers
@@ -78,7 +78,7 @@ def decode(record: Record, spec: QuantSpec, shape: Shape | None) -> tuple[Tensor
 
 def enc_type(spec: QuantSpec) -> str:
     """The name of a granularity. Raises: ExportError for dynamic quantization, which has no encoding."""
-    if isinstance(spec.granularity, PerToken):
+    if isinstance(spec.granularity, PerToken | PerTokenBlock):
         raise ExportError("AIMET's schemas hold no dynamic quantization")
     return LPBQ if is_lpbq(spec) else ENC_TYPES[type(spec.granularity)]
 

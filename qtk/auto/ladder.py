@@ -16,6 +16,9 @@ CHAINS = (("bias_correction",), ("gptq", "bias_correction"),
           ("seq_mse", "gptq", "coordinate_descent", "bias_correction"))
 """Layer-wise methods, each chain slower than the one before, and better where weights have few bits."""
 
+FEW_BITS, LEARNED = 4, ("seq_mse", "coordinate_descent", "reconstruction")
+"""The width of weights and activations up to which blocks are learned, the slowest step, and its chain."""
+
 MOST_PRECISE = 0.5
 """The largest share of the sites that may stay precise: about as many as all activations, or all weights."""
 
@@ -24,7 +27,8 @@ DYNAMIC = "dynamic quantization"
 
 
 def ladder(
-    best: Callable[[], Choices], ranked: Callable[[], Sequence[str]], dynamic: Callable[[], bool] | None = None
+    best: Callable[[], Choices], ranked: Callable[[], Sequence[str]], dynamic: Callable[[], bool] | None = None, *,
+    few_bits: bool = False,
 ) -> Iterator[tuple[str, Choices]]:
     """What to try next, on top of what is best so far.
 
@@ -33,6 +37,7 @@ def ladder(
         ranked: the sites, the one whose quantization costs most first; called when nothing cheaper is left.
         dynamic: whether what is computed in integers stays so with dynamic quantization, which is then tried first,
             and else when nothing but precise sites is left; ``None``: the runtime has none.
+        few_bits: weights and activations have at most ``FEW_BITS``.
 
     Yields: a step in words, and the choices.
 
@@ -54,7 +59,7 @@ def ladder(
         for scheme in TRIED_SCHEMES:
             if scheme != best().scheme:
                 yield f"ranges by {scheme}, after that", replace(best(), scheme=scheme)
-    for chain in CHAINS:
+    for chain in (*CHAINS, LEARNED) if few_bits else CHAINS:
         yield " + ".join(chain), replace(best(), layerwise=chain)
     if dynamic is not None and not is_early:
         yield DYNAMIC, replace(best(), dynamic=True)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import DYNAMIC, ladder
+from qtk.auto.ladder import DYNAMIC, FEW_BITS, ladder
 from qtk.auto.latency import WholeLatency
 from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
@@ -179,7 +179,10 @@ class _Run:
         late = False
         dynamic = None if self.builder.dynamic is None else self._keeps_integers
         steps = itertools.chain(
-            [("plain calibration", first)], ladder(lambda: self.best or first, self._ranked, dynamic)
+            [("plain calibration", first)],
+            ladder(lambda: self.best or first, self._ranked, dynamic, few_bits=all(
+                isinstance(bits, int) and bits <= FEW_BITS
+                for bits in (self.builder.weight_bits, self.builder.activation_bits)))
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
             if self._leaves_out(step, choices):

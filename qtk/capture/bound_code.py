@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from qtk.capture.container_code import Leaf, Parts, parts_of
 from qtk.capture.watch import Watch
 from qtk.core.dtypes import FloatDtype
+from qtk.core.granularity import PerTokenBlock
 from qtk.graph.captured_graph import BOUND_NODES, REVISION, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
@@ -208,7 +209,8 @@ class _Writer:
             return result
         for name in ("scale", "zero_point"):
             self._watch.add(module._buffers, name)
-        if module.scale is None or module.learns_range or module.momentum is not None:
+        in_blocks = isinstance(module.spec.granularity, PerTokenBlock)
+        if module.scale is None or in_blocks or module.learns_range or module.momentum is not None:
             return None
         block_size = list(module.spec.granularity.block_size(node.all_input_nodes[0].meta["val"].ndim))
         if isinstance(module.spec.dtype, FloatDtype):

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from qtk.config.mistakes import UNION_TAGS
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import BITS, DTYPES, INT32, dtype
+from qtk.core.spec import ScaleFormat
 from qtk.registry import nearest
 
 Bits = Annotated[int, Field(strict=True, ge=BITS.start, le=BITS.stop - 1)]
@@ -23,14 +24,16 @@ class TensorSetting(BaseModel):
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
         dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
-            the granularity; it is for weights only, and ``block_size`` can change its block length. ``int32`` is for
-            biases only: they have the scale of the products that they are added to, see ``plan_biases``.
+            the granularity, and ``block_size`` can change its block length. ``int32`` is for biases only: they have
+            the scale of the products that they are added to, see ``plan_biases``.
         symmetric: the zero point is 0; of an unsigned ``dtype`` the middle code, 128 of uint8.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         axis: of an activation ``per_channel``, and only there: the axis that has a scale for each index, of a fixed
             length; 1 of a cache [batch, heads, length, width] is one scale for each head.
-        dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
-        block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
+        dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only. In
+            blocks it always is, but for the scale of the tensor of ``nvfp4``, which is calibrated unless this is true.
+        block_size: length of a block along the input-channel axis, of an activation the axis that the product which
+            reads it sums over; with ``per_block`` and only there.
         remainder: what becomes of a tensor whose input channels ``block_size`` does not divide: ``float``; left out, it
             is an error.
         narrow_range: exclude the lowest code.
@@ -75,6 +78,11 @@ class TensorSetting(BaseModel):
     def is_dynamic(self) -> bool:
         """Whether the range is computed at run time, per tensor or per token."""
         return bool(self.dynamic) or self.granularity == "per_token"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of elements share a scale."""
+        return self.dtype in BLOCK_FORMATS or self.granularity == "per_block"
 
     def overlaid(self, other: TensorSetting) -> TensorSetting:
         """A copy with every field that ``other`` sets replaced, and the earlier fields that contradict it dropped.
@@ -153,8 +161,8 @@ def _check_dynamic(setting: TensorSetting) -> None:
     """Checks that dynamic has a suitable granularity, and no range, bounds or scheme. Raises: ValueError."""
     if setting.dynamic is False and setting.granularity == "per_token":
         raise ValueError("granularity per_token is dynamic, dynamic says false; leave one out")
-    if setting.dynamic and setting.granularity in ("per_channel", "per_block"):
-        raise ValueError(f"dynamic quantization is per_tensor or per_token, granularity says {setting.granularity}; "
+    if setting.dynamic and setting.granularity == "per_channel":
+        raise ValueError("dynamic quantization is per_tensor, per_token or per_block, granularity says per_channel; "
                          "use one of these")
     beforehand = [name for name in ("range", "bounds", "scheme") if getattr(setting, name) is not None]
     if setting.is_dynamic and beforehand:
@@ -203,9 +211,17 @@ def _without_axis(setting: TensorSetting | str | None) -> TensorSetting | str | 
 
 
 def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str | None:
-    if isinstance(setting, TensorSetting) and (setting.dtype in BLOCK_FORMATS or setting.granularity == "per_block"):
-        raise ValueError(f"{setting.dtype or 'per_block'} is for weights; activations in blocks are not built yet; use "
-                         "the number format alone, as in {dtype: fp8_e4m3, granularity: per_token}")
+    if isinstance(setting, TensorSetting) and setting.in_blocks:
+        raise ValueError(f"{setting.dtype or 'per_block'} is for what products multiply; of a bias use the number "
+                         "format alone, as in {dtype: int8}")
+    return setting
+
+
+def _without_lpbq(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    blocks = BLOCK_FORMATS.get(setting.dtype or "") if isinstance(setting, TensorSetting) else None
+    if blocks is not None and blocks.scale_format is ScaleFormat.INT4:
+        raise ValueError(f"{blocks.name} is for weights: its scales share one of an output channel; use nvfp4, or "
+                         "{dtype: int4, granularity: per_block, block_size: 64}")
     return setting
 
 
@@ -223,7 +239,7 @@ def _not_int32(setting: TensorSetting | str | None) -> TensorSetting | str | Non
 
 
 ActivationSetting = Annotated[
-    Setting, AfterValidator(_not_in_blocks), AfterValidator(_of_an_axis), AfterValidator(_not_int32)
+    Setting, AfterValidator(_without_lpbq), AfterValidator(_of_an_axis), AfterValidator(_not_int32)
 ]
 WeightSetting = Annotated[
     Setting, AfterValidator(_not_dynamic), AfterValidator(_without_axis), AfterValidator(_not_int32)

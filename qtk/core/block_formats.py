@@ -10,7 +10,7 @@ from qtk.core.spec import ScaleFormat
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A weight format: every ``length`` elements along the input channels share a scale stored as ``scale_format``."""
+    """Every ``length`` elements along the axis that a product sums over share a scale stored as ``scale_format``."""
 
     name: str
     dtype: QDtype

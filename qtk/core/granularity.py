@@ -121,4 +121,39 @@ class PerToken:
         return "per_token"
 
 
-Granularity = PerTensor | PerChannel | PerToken | PerBlock
+@dataclass(frozen=True, slots=True)
+class PerTokenBlock:
+    """One scale, found at run time, for every block of ``length`` along ``axis``, counted from the end: activations.
+
+    A calibrated scale is one for the whole tensor; the last block of an axis may be shorter.
+
+    >>> PerTokenBlock(16, -1).sizes(rank=3), PerTokenBlock(16, -1).qparam_shape((8, 197, 384))
+    ((1, 1, 16), (1,))
+    """
+
+    length: int
+    axis: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.axis >= 0:
+            raise SpecError(f"blocks have a length of at least 1 along an axis below 0, counted from the end; got "
+                            f"length {self.length}, axis {self.axis}")
+
+    def sizes(self, rank: int) -> Shape:
+        """Elements of a block along each axis. Raises: SpecError if a tensor of ``rank`` has no such axis."""
+        if self.axis < -rank:
+            raise SpecError(f"axis {self.axis} does not exist in a tensor of rank {rank}; use {-rank} to -1")
+        return tuple(self.length if axis == rank + self.axis else 1 for axis in range(rank))
+
+    def block_size(self, rank: int) -> Shape:
+        """That of the calibrated scale: all elements."""
+        return ()
+
+    def qparam_shape(self, shape: Shape) -> Shape:
+        return (1,)
+
+    def __str__(self) -> str:
+        return f"per_token_block({self.length}, axis={self.axis})"
+
+
+Granularity = PerTensor | PerChannel | PerToken | PerBlock | PerTokenBlock

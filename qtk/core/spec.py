@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from qtk.core.dtypes import FloatDtype, QDtype, dtype
-from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
+from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock
 from qtk.errors import SpecError
 from qtk.public import public
 
@@ -39,8 +39,10 @@ class QuantSpec:
         narrow_range: exclude the lowest code (int8: -127…127).
         reduced_range: use the inner half of signed 8 bit codes, -64…64: two products of such with uint8 add up to no
             more than 2 · 255 · 64 = 32,640, which x86 without VNNI holds in the int16 it adds them in.
-        dynamic: dynamic quantization: each tensor, or each of its rows (``PerToken``), has its own range at run time.
-        scale_format: how the scales of blocks are stored; ``None``: as float32.
+        dynamic: dynamic quantization: each tensor, each of its rows (``PerToken``) or blocks (``PerTokenBlock``), has
+            its own range at run time.
+        scale_format: how the scales of blocks are stored; ``None``: as float32. Of ``PerTokenBlock`` and E4M3 without
+            ``dynamic``, the calibrated scale is that of the largest block: 448 times the scale of the tensor.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
     >>> spec.qmin, spec.qmax
@@ -65,17 +67,21 @@ class QuantSpec:
         if isinstance(self.dtype, FloatDtype) and (not self.symmetric or self.narrow_range):
             raise SpecError(f"{self.dtype} has neither a zero point nor a narrow range; use symmetric=True, "
                             "narrow_range=False, or an integer format")
-        if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, PerBlock)):
+        in_blocks = (PerBlock,) if self.scale_format is ScaleFormat.INT4 else (PerBlock, PerTokenBlock)
+        if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, in_blocks)):
             raise SpecError(f"scales stored as {self.scale_format.value} need symmetric blocks; use "
                             "symmetric=True and PerBlock(sizes), or leave scale_format out")
         if self.dynamic and self.middle_code:
             raise SpecError(f"dynamic quantization has no symmetric {self.dtype}; use int{self.dtype.bits}, or "
                             "symmetric=False")
-        if self.dynamic and not isinstance(self.granularity, PerTensor | PerToken):
-            raise SpecError(f"dynamic quantization is per tensor or per token, got {self.granularity}; use one of "
-                            "these, or leave dynamic out")
+        if self.dynamic and not isinstance(self.granularity, PerTensor | PerToken | PerTokenBlock):
+            raise SpecError(f"dynamic quantization is per tensor, per token or in blocks of these, got "
+                            f"{self.granularity}; use one of these, or leave dynamic out")
         if isinstance(self.granularity, PerToken) and not self.dynamic:
             raise SpecError("PerToken() is for dynamic quantization: the number of tokens varies; use dynamic=True")
+        if isinstance(self.granularity, PerTokenBlock) and not self.dynamic and self.scale_format != ScaleFormat.E4M3:
+            raise SpecError(f"{self.granularity} has a calibrated scale beside those of its blocks only if these are "
+                            "e4m3; use dynamic=True")
 
     @property
     def middle_code(self) -> int:
@@ -104,6 +110,8 @@ class QuantSpec:
                 granularity = {"per_channel": int(axis)}
             case PerBlock(sizes):
                 granularity = {"per_block": list(sizes)}
+            case PerTokenBlock(length, axis):
+                granularity = {"per_token_block": [length, axis]}
         return {
             "dtype": self.dtype.name,
             "granularity": granularity,
@@ -140,9 +148,11 @@ class QuantSpec:
                 granularity = PerChannel(axis)
             case {"per_block": list(sizes)} if all(isinstance(size, int) for size in sizes):
                 granularity = PerBlock(tuple(sizes))
+            case {"per_token_block": [int(length), int(axis)]}:
+                granularity = PerTokenBlock(length, axis)
             case _:
-                raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', 'per_token', "
-                                "{'per_channel': axis} or {'per_block': sizes}")
+                raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', 'per_token', {{'per_channel': axis}}, "
+                                "{'per_block': sizes} or {'per_token_block': [length, axis]}")
         known = [scale_format.value for scale_format in ScaleFormat]
         if stored is not None and stored not in known:
             raise SpecError(f"unknown scale_format {stored!r}; use one of {', '.join(known)}")

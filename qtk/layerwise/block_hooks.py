@@ -37,6 +37,6 @@ def mixed(float_value: Any, value: Any, drop: float) -> Any:
     return torch.where(torch.rand_like(value) < drop, float_value, value)
 
 
-def dropping(drop: float) -> Hook:
-    """A hook that leaves values as they are with probability ``drop``."""
-    return lambda module, args, output: mixed(args[0], output, drop)
+def dropping(drop: Callable[[], float]) -> Hook:
+    """A hook that leaves values as they are with the probability that ``drop`` returns at the time."""
+    return lambda module, args, output: mixed(args[0], output, drop())

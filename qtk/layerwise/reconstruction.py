@@ -27,11 +27,12 @@ class Reconstruction:
     the block and of the model's output, quantized as it is so far.
 
     Args:
-        iterations: steps of Adam for each window, one batch each.
+        iterations: steps of Adam for each window, one batch each; twice as many where samples are held out and the
+            result is kept, the second half with all samples.
         window: blocks that are learned together; more of them learn more, and keep more values of a step.
         learning_rate: of the rounding.
         range_learning_rate: of scales and zero points, relative to where they start.
-        drop: probability with which a value is not quantized in a step.
+        drop: probability with which a value is not quantized in the first step; it falls to 0 at the last.
         divergence: weight of the divergence of the model's output, in nats, beside the relative error of what leaves
             the block; 0 saves the time of running the rest of the model.
 
@@ -43,10 +44,10 @@ class Reconstruction:
 
     iterations: int = 200
     window: int = 16
-    learning_rate: float = 0.05
+    learning_rate: float = 0.02
     range_learning_rate: float = 0.01
-    drop: float = 0.25
-    divergence: float = 1.0
+    drop: float = 0.2
+    divergence: float = 0.2
 
     def __post_init__(self) -> None:
         check_count("iterations of reconstruction", self.iterations, MOST_ITERATIONS)

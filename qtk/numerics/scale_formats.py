@@ -2,18 +2,21 @@
 
 Each function returns the dequantized scales in float32; fake-quantizing in blocks with these simulates the format: MX
 is ``power_of_two`` and blocks of 32, NVFP4 is ``float8`` and blocks of 16 with ``fp4_e2m1``, LPBQ is
-``integer_multiples`` and int4.
+``integer_multiples`` and int4. ``run_time_scales`` are those of activations.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
-from qtk.core.granularity import PerBlock
+from qtk.core.granularity import PerBlock, PerTokenBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
+from qtk.numerics.blocks import split_shape
 from qtk.numerics.minifloat import round_to
 
 _E4M3 = DTYPES["fp8_e4m3"]
@@ -32,11 +35,13 @@ def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """
     match spec.scale_format:
         case ScaleFormat.E8M0:
-            if isinstance(spec.dtype, FloatDtype):
-                unit, exponent = 1.0, largest_exponent(spec.dtype)
-            else:  # codes are fractions of [-2, 2), as in MXINT8
-                unit, exponent = 2.0 ** (2 - spec.dtype.bits), 0
-            return torch.where(amax == 0, 1.0, power_of_two(amax, exponent) * unit)
+            if isinstance(spec.dtype, FloatDtype):  # of 8 bits one mantissa bit, as compressed-tensors and its servers
+                mantissa_bits = 1 if spec.dtype.bits == 8 else spec.dtype.mantissa_bits
+                return torch.where(amax == 0, 1.0, power_of_two(amax, largest_exponent(spec.dtype), mantissa_bits))
+            # codes are fractions of [-2, 2), as in MXINT8
+            return torch.where(amax == 0, 1.0, power_of_two(amax, 0) * 2.0 ** (2 - spec.dtype.bits))
+        case ScaleFormat.E4M3 if isinstance(spec.granularity, PerTokenBlock):
+            return scale
         case ScaleFormat.E4M3:
             return float8(amax, amax.max(), spec.qmax)[0]
         case ScaleFormat.INT4:
@@ -83,17 +88,21 @@ def largest_exponent(format: FloatDtype) -> int:
     return int(torch.frexp(torch.tensor(format.largest)).exponent) - 1
 
 
-def power_of_two(amax: Tensor, element_exponent: int) -> Tensor:
+def power_of_two(amax: Tensor, element_exponent: int, mantissa_bits: int | None = None) -> Tensor:
     """MX scales: ``2^(⌊log2 amax⌋ - element_exponent)``, exponents -127…127 (E8M0); NaN where ``amax`` is not finite.
 
-    OCP Microscaling Formats 1.0, section 6.3.
+    OCP Microscaling Formats 1.0, section 6.3. With ``mantissa_bits`` the exponent is that of ``amax`` rounded to so
+    many, ties up, so that the largest of a block is clipped by no more than its rounding: 7 with one bit is 8.
 
     Shape: ``amax``, the largest magnitude of each block, float32, any; result the same.
 
-    >>> power_of_two(torch.tensor([6.0, 1.0, 0.0]), 2).tolist()
-    [1.0, 0.25, 0.125]
+    >>> power_of_two(torch.tensor([7.0, 1.0, 0.0]), 2).tolist(), power_of_two(torch.tensor([7.0, 6.9]), 2, 1).tolist()
+    ([1.0, 0.25, 0.125], [2.0, 1.0])
     """
-    exponent = torch.frexp(amax).exponent - 1 - element_exponent
+    mantissa, whole = torch.frexp(amax)  # in [½, 1)
+    exponent = whole - 1 - element_exponent
+    if mantissa_bits is not None:
+        exponent = exponent + (mantissa >= 1 - 2.0 ** -(mantissa_bits + 2)).to(exponent.dtype)
     scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
     return torch.where(amax.isfinite(), scale, torch.nan)
 
@@ -115,6 +124,36 @@ def float8(amax: Tensor, tensor_amax: Tensor, largest: float = 6.0) -> tuple[Ten
     assert isinstance(_E4M3, FloatDtype)
     small = round_to(amax / largest / tensor_scale, _E4M3).clamp(min=SMALLEST_E4M3)
     return small * tensor_scale, tensor_scale
+
+
+def run_time_scales(x: Tensor, sizes: Sequence[int], spec: QuantSpec, scale: Tensor | None) -> Tensor:
+    """The scales of the blocks of an activation in MX or NVFP4, as the library compressed-tensors 0.20 computes them.
+
+    MX: as ``stored``. NVFP4, with ``divisor = 448 / scale``, of a dynamic spec ``448 · 6 / max|x|``:
+    ``e4m3(divisor · (amax / 6)) / divisor``, the quotient by 6 rounded to the dtype of ``x``. A block that would have
+    scale 0 gets 0.125 / divisor, with which its codes are 0.
+
+    Shape: ``x`` any, with whole blocks of ``sizes``; ``scale`` [1], the calibrated one; result float32, one a block.
+
+    >>> from qtk.core.granularity import PerTokenBlock
+    >>> nvfp4 = QuantSpec(DTYPES["fp4_e2m1"], PerTokenBlock(2, -1), symmetric=True, scale_format=ScaleFormat.E4M3)
+    >>> run_time_scales(torch.tensor([26.88, 1.0, 2.688, 0.0]), (2,), nvfp4, torch.tensor([4.48])).tolist()
+    [4.480000019073486, 0.4399999976158142]
+    """
+    split, inside = split_shape(x.shape, sizes)
+    shape = [length // size for length, size in zip(x.shape, sizes, strict=True)]
+    amax = x.reshape(split).abs().amax(inside).reshape(shape) if inside else x.abs()
+    if spec.scale_format is not ScaleFormat.E4M3:
+        amax = amax.to(torch.float32)
+        return stored(amax, amax, spec)
+    if scale is None:
+        largest = amax.amax().to(torch.float32)
+        divisor = torch.where(largest > 0, LARGEST_E4M3 * spec.qmax / largest, 1.0)
+    else:
+        divisor = LARGEST_E4M3 / scale
+    assert isinstance(_E4M3, FloatDtype)
+    small = round_to((amax / spec.qmax).to(torch.float32) * divisor, _E4M3)
+    return torch.where(small == 0, 0.125, small) / divisor
 
 
 def tensor_scale_of(scale: Tensor) -> Tensor | None:

@@ -83,7 +83,8 @@ class Draft:
     does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
     supergroup. ``requests``: what decisions that follow a rule ask for. ``contents``: what passes may need (``Fact``,
     ``qtk.operators.contents``). ``absolute``: values whose
-    absolute error counts, however wide their range. ``caches``: for the keys, and the values, of each
+    absolute error counts, however wide their range. ``in_blocks``: values that are rounded in blocks, on the edges of
+    the products that read them, along the axes that these sum over. ``caches``: for the keys, and the values, of each
     attention a name, which is the same in all graphs, and the sites that round them. ``cached``: the merges of these.
 
     Args:
@@ -146,6 +147,7 @@ class Draft:
         self.split: dict[fx.Node, str] = {}
         self.misfits: list[str] = []
         self.requests: list[Request] = []
+        self.in_blocks: set[fx.Node] = set()
         self.caches: list[list[Site]] = []
         self.cached: set[fx.Node] = set()
 
@@ -224,7 +226,10 @@ class Draft:
 
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
         """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""
-        if decision.enabled:
+        if decision.enabled and decision.setting.in_blocks:
+            self.floats[node] = "in blocks, rounded where a product reads it"
+            self.in_blocks.add(node)
+        elif decision.enabled:
             plan = self.site_plan(self.activation_spec(node, decision), decision, why)
             reason = self.excluded_reader(node)
             if reason is None:
@@ -236,11 +241,11 @@ class Draft:
         else:
             self.floats[node] = f"float by {decision.reason}"
 
-    def activation_spec(self, node: fx.Node, decision: Decision) -> QuantSpec:
+    def activation_spec(self, node: fx.Node, decision: Decision, summed_axis: int | None = None) -> QuantSpec:
         """The spec that ``decision`` asks for the value of ``node``; in ``misfits`` if that has no such axis."""
         shape, setting = node.meta["val"].shape, decision.setting
         try:
-            spec = to_spec(setting, None, len(shape))
+            spec = to_spec(setting, None, len(shape), summed_axis=summed_axis)
         except SpecError as error:
             if setting.axis is None:
                 raise
@@ -252,15 +257,18 @@ class Draft:
         return spec
 
     def site_plan(self, spec: QuantSpec, decision: Decision, why: str, *, static: bool = False) -> SitePlan:
-        """The plan of a site: ``spec`` and the other settings of ``decision``; parameters have no fixed range."""
-        known = None if static else decision.setting.range
+        """The plan of a site: ``spec`` and the other settings of ``decision``.
+
+        Parameters have no fixed range, nor have tensors whose ranges are found at run time.
+        """
+        known = None if static or spec.dynamic else decision.setting.range
         return SitePlan(
             spec,
             decision.setting.scheme or self._scheme_of(spec, static),
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
             min_fill=0.0 if known is None else decision.setting.min_fill or 0.0,
-            bounds=decision.setting.bounds,
+            bounds=None if spec.dynamic else decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
 

@@ -104,12 +104,12 @@ def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
 
 
 def _plan_constant(draft: Draft, port: Port, decision: Decision, kind: str) -> None:
-    """Decides a constant operand like an activation; leaves it in float if activations are dynamic."""
+    """Decides a constant operand like an activation; leaves it in float if these are dynamic, or in blocks."""
     node = draft.flow.root(port.value)
-    if not decision.setting.is_dynamic:
+    if not (decision.setting.is_dynamic or decision.setting.in_blocks):
         _plan_parameter(draft, port, decision, None, None, kind)
     elif node not in draft.values:
-        draft.floats.setdefault(node, "constant operand; activations are quantized dynamically")
+        draft.floats.setdefault(node, "constant operand; activations are quantized dynamically, or in blocks")
 
 
 def _plan_parameter(

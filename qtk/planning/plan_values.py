@@ -88,6 +88,8 @@ def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
 def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
     """Decides a model input or a state (rule 2); inputs of nested graphs are quantized outside."""
     if draft.io is None:
+        if decision.enabled and decision.setting.in_blocks:
+            draft.in_blocks.add(node)
         return
     readers = list(draft.flow.readers(node))
     if draft.io.inputs == "float":

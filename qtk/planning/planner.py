@@ -39,6 +39,8 @@ The rules, numbered as the code cites them:
     float: its absolute error counts, and a step of its range may be a turn.
 20. Keys and values of attention are quantized as ``kv_cache`` says, whatever rules say, where they have heads and are
     not repeated yet; a cache that is merged with new ones, in whichever graph, has one encoding with them.
+21. A value in blocks is rounded on the edges of the products that read it, along the axis that each sums over; other
+    readers get it in float, and so it stays where none reads it.
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ PASSES = (
     Pass(plan_parameters),
     Pass(_plan_caches, frozenset({Fact.KV_CACHE})),
     Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
-    Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.STREAMS, Fact.EXCLUSIONS})),
+    Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.BLOCKS, Fact.STREAMS, Fact.EXCLUSIONS})),
     Pass(plan_biases, frozenset({Fact.INT32_BIASES})),
     Pass(explain_unread_parameters),
 )

@@ -63,4 +63,4 @@ def _setting(node: fx.Node, *, is_cell_state: bool) -> TensorSetting | Literal["
 
 
 def _is_float_format(setting: TensorSetting) -> bool:
-    return setting.dtype is not None and isinstance(dtype(setting.dtype), FloatDtype)
+    return setting.in_blocks or (setting.dtype is not None and isinstance(dtype(setting.dtype), FloatDtype))

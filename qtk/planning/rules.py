@@ -15,8 +15,8 @@ from qtk.config.schema import QuantConfig, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, QDtype, dtype, integer
-from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
-from qtk.core.spec import QuantSpec
+from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
@@ -31,6 +31,7 @@ class Fact(enum.Enum):
     """What passes of the planner need beside ops."""
 
     SET_INPUTS = "a rule sets inputs of ops"
+    BLOCKS = "activations in blocks"
     REQUIRED_RULES = "rules that are not optional"
     INT32_BIASES = "a setting of biases"
     KV_CACHE = "a setting of keys and values"
@@ -134,6 +135,8 @@ class Rules:
         """What the configuration asks for, of ``Fact``."""
         asks = {
             Fact.SET_INPUTS: any(rule.input is not None for rule in self.config.rules),
+            Fact.BLOCKS: any(isinstance(each, TensorSetting) and each.in_blocks for each in (
+                self.activation.setting, *(rule.output for rule in self.config.rules))),
             Fact.REQUIRED_RULES: any(not rule.optional for rule in self.config.rules),
             Fact.KV_CACHE: self.config.kv_cache is not None,
             Fact.INT32_BIASES: self.bias.enabled or any(rule.bias is not None for rule in self.config.rules),
@@ -222,12 +225,14 @@ def acts_from_members(rule: Rule) -> bool:
 
 
 def to_spec(
-    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool = False
+    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool = False,
+    summed_axis: int | None = None,
 ) -> QuantSpec:
     """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
     A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32; an activation
-    also along the axis that the setting names. A ``batched`` one holds matrices with output channels of their own: per
+    also along the axis that the setting names, and in blocks along ``summed_axis``, counted from the end, over which
+    the product that reads it sums. A ``batched`` one holds matrices with output channels of their own: per
     channel it has a scale for every index along all axes but the axis of input channels, per block likewise.
 
     Raises: SpecError on contradictory settings, or an axis that a tensor of this rank does not have.
@@ -237,11 +242,15 @@ def to_spec(
                         "dynamic: false with it, or another granularity")
     codes, symmetric, narrow = _codes(setting)
     reduced = bool(setting.reduced_range) and codes.name == "int8"
-    granularity = _granularity(setting, axes, rank, batched=batched)
+    granularity = _granularity(setting, axes, rank, batched=batched, summed_axis=summed_axis)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
-    stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
+    stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock | PerTokenBlock) else None
+    dynamic = setting.is_dynamic or (isinstance(granularity, PerTokenBlock) and stored is not ScaleFormat.E4M3)
+    if dynamic and setting.dynamic is False:
+        raise SpecError(f"activations of {setting.dtype or 'blocks'} find their scales at run time, dynamic says "
+                        "false; leave it out, or use nvfp4, of which the scale of the tensor is calibrated")
     return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow and not reduced,
-                     reduced_range=reduced, dynamic=setting.is_dynamic, scale_format=stored)
+                     reduced_range=reduced, dynamic=dynamic, scale_format=stored)
 
 
 def _codes(setting: TensorSetting) -> tuple[QDtype, bool, bool]:
@@ -255,8 +264,12 @@ def _codes(setting: TensorSetting) -> tuple[QDtype, bool, bool]:
 
 
 def _granularity(
-    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool
+    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool, summed_axis: int | None
 ) -> Granularity:
+    blocks = BLOCK_FORMATS.get(setting.dtype or "")
+    length = setting.block_size or (blocks.length if blocks is not None else None)
+    if summed_axis is not None and length is not None:
+        return PerTokenBlock(length, summed_axis)
     if setting.granularity == "per_token":
         return PerToken()
     if setting.axis is not None:
@@ -264,9 +277,7 @@ def _granularity(
     if axes is None:
         return PerTensor()
     out_axis, in_axis = axes
-    blocks = BLOCK_FORMATS.get(setting.dtype or "")
-    if blocks is not None or setting.granularity == "per_block":
-        length = setting.block_size or (blocks.length if blocks is not None else None)
+    if setting.in_blocks:
         assert length is not None
         sizes = [1 if batched else WHOLE] * rank
         sizes[out_axis], sizes[in_axis] = 1, length

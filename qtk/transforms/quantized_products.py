@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,7 @@ from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.channels.channel_scales import WeightedInput
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerTensor
+from qtk.core.granularity import PerTensor, PerTokenBlock
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.spec import QuantSpec
 from qtk.graph.evaluate import evaluate
@@ -97,18 +98,26 @@ def smoothed_input(
     samples = statistics.samples
     if samples and samples[0].ndim != items[0].value.meta["val"].ndim:
         axis = -1  # rows
-    return SmoothedInput(samples, axis, variable, _rounding(decided, statistics), products)
+    return SmoothedInput(samples, axis, variable, _rounding(decided, statistics, axis), products)
 
 
-def _rounding(decided: SitePlan | None, statistics: InputStatistics) -> Callable[[Tensor, Tensor], Tensor]:
-    """Quantizes a smoothed value, given the scale that it was divided by, in the range that calibration would find."""
+def _rounding(
+    decided: SitePlan | None, statistics: InputStatistics, axis: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Quantizes a smoothed value, given the scale that it was divided by, in the range that calibration would find.
+
+    Blocks are along ``axis``, that of the channels: samples may be rows of the value.
+    """
     if decided is None:
         return lambda x, scale: x
     spec = decided.spec
+    if isinstance(spec.granularity, PerTokenBlock):
+        rank = statistics.samples[0].ndim if statistics.samples else 1
+        spec = replace(spec, granularity=PerTokenBlock(spec.granularity.length, axis % rank - rank))
     if spec.dynamic:
         return lambda x, scale: simulate_dynamic(x, spec)
     scheme = calibrator(decided.scheme)
-    if isinstance(scheme, MinMax) and isinstance(spec.granularity, PerTensor):
+    if isinstance(scheme, MinMax) and isinstance(spec.granularity, PerTensor | PerTokenBlock):
         low, high = statistics.range
 
         def in_extremes(x: Tensor, scale: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from qtk.config.load import load_config
 from qtk.config.runtime import FileFormat, Runtime, RuntimeRule
 from qtk.config.schema import QuantConfig
 from qtk.core.dtypes import INT32
-from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, PerToken
+from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError, EncodingError, ExportError
 from qtk.export import encodings_json, pt2e_contents
@@ -191,7 +191,7 @@ def _role(name: str, spec: QuantSpec, parameters: Mapping[str, TensorRole] | Non
     if parameters is not None:
         return parameters.get(name, "activations")
     # A parameter that an op quantizes for itself (a tied embedding) has the name of an edge.
-    is_value = ":" in name and isinstance(spec.granularity, (PerTensor, PerToken))
+    is_value = ":" in name and isinstance(spec.granularity, (PerTensor, PerToken, PerTokenBlock))
     return "activations" if is_value else "biases" if spec.dtype == INT32 else "weights"
 
 
@@ -204,6 +204,8 @@ def _site(name: str, spec: QuantSpec, role: TensorRole, *, zero: bool | None) ->
             granularity = "per_channel"
         case PerToken():
             granularity = "per_token"
+        case PerTokenBlock(length):
+            granularity, blocks = "per_block", length
         case PerBlock() as each:
             granularity, cut = "per_block", [size for size in each.sizes if size != WHOLE]
             blocks = max(cut) if max(cut, default=1) > 1 or len(cut) == len(each.sizes) else None

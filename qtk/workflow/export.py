@@ -31,6 +31,7 @@ from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTokenBlock
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
@@ -194,10 +195,10 @@ def _encodings_aimet(version: str, simulation: Simulation, example_inputs: Examp
 
 def _write_aimet(version: str, simulation: Simulation, folder: Path) -> list[NamedEncoding]:
     """Writes the encodings in a schema of AIMET, by the names of the tensors in the float ONNX file."""
-    dynamic = _dynamic(simulation)
-    if dynamic:
-        raise ExportError(f"AIMET's schemas hold no dynamic quantization, as {next(iter(dynamic))} has; "
-                          f"{ENCODINGS_FILE} lists it")
+    found_late = [site.name for site, each in simulation.quantizers.items()
+                  if each.spec.dynamic or isinstance(each.spec.granularity, PerTokenBlock)]
+    if found_late:
+        raise ExportError(f"AIMET's schemas hold no dynamic quantization ({found_late[0]}); {ENCODINGS_FILE} lists it")
     tensors = named_encodings(simulation)
     write = encodings_aimet.WRITERS[version]
     write(tensors, folder / aimet_name(version), excluded=excluded_modules(simulation.model))

@@ -197,7 +197,8 @@ def apply_reconstruction(
     BRECQ (Li et al., arXiv 2102.05426) with QDrop (Wei et al., arXiv 2203.05740). A block lies between residual joins
     of the graph; a recurrent op, with its loop over time, is one. The loss is the relative error of what leaves the
     blocks and the divergence of the model's output, in nats; values are quantized or not at random. A window changes
-    only if its loss over the samples that are held out falls.
+    only if over the samples that are held out its loss falls and the divergence does not rise; it then learns on from
+    all samples, unjudged.
 
     >>> import qtk
     >>> _ = torch.manual_seed(2)
@@ -224,7 +225,7 @@ def apply_reconstruction(
         sim: a calibrated ``QuantSim`` of one graph; weights and ranges of activations change, and the ranges that were
             learned are frozen. Frozen ones, dynamic ones and those with scales in few bits stay what they are.
         data: as for ``compute_encodings``; a few hundred samples in several batches: a batch is a step.
-        iterations: steps of Adam for each window.
+        iterations: steps of Adam for each window, and as many with all samples if the result is kept.
         window: blocks that are learned together; of a small net all, of a large one as many as memory takes.
         sites: weights to improve, by name or glob; ``None``: all.
         forward: how to run the model on a batch, as for ``compute_encodings``.

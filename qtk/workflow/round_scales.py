@@ -99,7 +99,8 @@ def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:
     for graph in graphs(sim.simulation.model).values():
         flow = Flow(graph.graph)
         for node, quantizer in quantizer_nodes(graph).items():
-            encoding = quantizer.encoding if quantizer.spec.scale_format is ScaleFormat.E4M3 else None
+            is_nvfp4 = quantizer.static and quantizer.spec.scale_format is ScaleFormat.E4M3
+            encoding = quantizer.encoding if is_nvfp4 else None
             for port in flow.readers(node) if encoding is not None else ():
                 row = flow.row(port.user)
                 data = None if row is None or row.data_arg is None else port.user.args[row.data_arg]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, ladder
+from qtk.auto.ladder import CHAINS, DYNAMIC, LEARNED, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, ladder
 
 PLAIN = Choices("min_max")
 
@@ -31,6 +31,11 @@ def test_without_a_gain_every_trial_changes_one_setting_of_the_first():
 def test_later_trials_build_on_what_was_kept():
     last = run(lambda choices: True, sites=["a", "b"])[-1][1]
     assert last == Choices(TRIED_SCHEMES[-1], TRIED_TRANSFORMS, CHAINS[-1], ("a",))
+
+
+def test_blocks_are_learned_last_before_sites_are_precise_where_all_bits_are_few():
+    steps = [choices for _, choices in run(lambda choices: False, sites=["a"], few_bits=True)]
+    assert steps[-2:] == [Choices("min_max", layerwise=LEARNED), Choices("min_max", precise=("a",))]
 
 
 @pytest.mark.parametrize("scheme", ["min_max", *TRIED_SCHEMES])

@@ -99,7 +99,7 @@ def test_all_but_the_version_may_be_left_out():
         (with_setting({"axis": 1}, "output"), "output: axis 1 needs granularity per_channel, got None"),
         (with_setting({"granularity": "per_channel"}, "output"), "no op says which axis of an activation its"),
         (with_setting({"granularity": "per_channel", "axis": 1}), "the op decides which axis of a weight"),
-        (with_setting({"granularity": "per_block", "block_size": 8}, "output"), "activations in blocks are not built"),
+        (with_setting({"granularity": "per_block", "block_size": 8}, "bias"), "per_block is for what products"),
         (with_setting({"range": [1.0, 0.0]}), "rules[1].weight: range [1.0, 0.0] must be [low, high] with low < high"),
         (with_setting({"range": [0.0, float("inf")]}), "rules[1].weight.range[1]: got inf; must be a finite number"),
         (with_setting({"range": [0.0]}), "rules[1].weight.range"),
@@ -191,12 +191,15 @@ def test_a_range_and_bounds_drop_one_another():
         load_config(with_setting({"bounds": [0.0, None], "range": [0.0, 1.0]}, "output"))
 
 
-@pytest.mark.parametrize("key", ["input", "output", "bias"])
-def test_a_format_in_blocks_is_for_weights(key):
-    with pytest.raises(ConfigError, match=r"rules\[1\]\." + key + r".*mxfp4 is for weights.*dtype: fp8_e4m3"):
-        load_config(with_setting({"dtype": "mxfp4"}, key))
-    config = load_config(with_setting({"dtype": "mxfp4", "block_size": 16}))
-    assert config.rules[1].weight == TensorSetting(dtype="mxfp4", block_size=16)
+def test_a_format_in_blocks_is_for_what_products_multiply():
+    with pytest.raises(ConfigError, match=r"rules\[1\]\.bias.*mxfp4 is for what products multiply"):
+        load_config(with_setting({"dtype": "mxfp4"}, "bias"))
+    for key in ("input", "output"):
+        with pytest.raises(ConfigError, match=r"rules\[1\]\." + key + r".*lpbq_int4 is for weights"):
+            load_config(with_setting({"dtype": "lpbq_int4"}, key))
+    for key in ("weight", "input", "output"):
+        config = load_config(with_setting({"dtype": "mxfp4", "block_size": 16}, key))
+        assert getattr(config.rules[1], key) == TensorSetting(dtype="mxfp4", block_size=16)
 
 
 def test_a_format_in_blocks_has_no_other_granularity_nor_width():

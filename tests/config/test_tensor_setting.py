@@ -54,7 +54,7 @@ def test_overlaying_formats_in_blocks():
         ({"block_size": 32}, "needs granularity per_block"),
         ({"remainder": "float"}, "remainder float needs granularity per_block"),
         ({"granularity": "per_block"}, "needs a block_size"),
-        ({"dynamic": True, "granularity": "per_channel"}, "per_tensor or per_token"),
+        ({"dynamic": True, "granularity": "per_channel"}, "per_tensor, per_token or per_block"),
         ({"dynamic": False, "granularity": "per_token"}, "leave one out"),
         ({"granularity": "per_token", "scheme": "mse"}, "needs no scheme"),
         ({"range": (1.0, 0.0)}, "low < high"),

@@ -1,6 +1,6 @@
 import pytest
 
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock
 from qtk.errors import SpecError
 
 
@@ -58,3 +58,13 @@ def test_they_are_values():
     assert [str(g) for g in (PerTensor(), PerChannel(0), PerToken(), PerBlock((1, 4)))] == [
         "per_tensor", "per_channel(axis=0)", "per_token", "per_block(1, 4)"
     ]
+
+
+def test_blocks_of_tokens_are_counted_from_the_end():
+    blocks = PerTokenBlock(16, -3)
+    assert (blocks.sizes(4), blocks.block_size(4), blocks.qparam_shape((2, 32, 5, 5))) == ((1, 16, 1, 1), (), (1,))
+    with pytest.raises(SpecError, match="axis -3 does not exist in a tensor of rank 2"):
+        blocks.sizes(2)
+    for wrong in ((0, -1), (16, 1)):
+        with pytest.raises(SpecError, match="counted from the end"):
+            PerTokenBlock(*wrong)

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from qtk.core.dtypes import dtype
-from qtk.core.granularity import PerBlock, PerChannel, PerToken
+from qtk.core.granularity import PerBlock, PerChannel, PerToken, PerTokenBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 
@@ -15,6 +15,8 @@ SPECS = [
     QuantSpec(dtype("int2"), PerBlock((1, -1, 32)), symmetric=True, narrow_range=True),
     QuantSpec(dtype("uint8"), dynamic=True),
     QuantSpec(dtype("int8"), PerToken(), symmetric=True, dynamic=True),
+    QuantSpec(dtype("fp4_e2m1"), PerTokenBlock(16, -1), symmetric=True, scale_format=ScaleFormat.E4M3),
+    QuantSpec(dtype("int8"), PerTokenBlock(32, -3), symmetric=True, dynamic=True, scale_format=ScaleFormat.E8M0),
 ]
 
 
@@ -76,13 +78,17 @@ def test_a_reduced_range_is_the_inner_half_of_int8():
 
 @pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock((1, 32))], ids=str)
 def test_ranges_of_run_time_belong_to_tensors_or_rows(granularity):
-    with pytest.raises(SpecError, match="per tensor or per token"):
+    with pytest.raises(SpecError, match="per tensor, per token or in blocks of these"):
         QuantSpec(dtype("int8"), granularity, symmetric=True, dynamic=True)
 
 
 def test_rows_have_their_ranges_at_run_time():
     with pytest.raises(SpecError, match="use dynamic=True"):
         QuantSpec(dtype("int8"), PerToken())
+    with pytest.raises(SpecError, match="use dynamic=True"):
+        QuantSpec(dtype("fp4_e2m1"), PerTokenBlock(32, -1), symmetric=True, scale_format=ScaleFormat.E8M0)
+    with pytest.raises(SpecError, match="need symmetric blocks"):
+        QuantSpec(dtype("int4"), PerTokenBlock(32, -1), symmetric=True, dynamic=True, scale_format=ScaleFormat.INT4)
 
 
 def test_it_is_frozen_and_a_value():

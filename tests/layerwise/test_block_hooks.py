@@ -24,7 +24,7 @@ def test_hooks_act_while_the_body_runs():
 
 def test_so_many_values_are_left_as_they_are():
     first, x = quantizer(), torch.full((10_000,), 0.3)
-    with hooked({first: dropping(0.25)}):
+    with hooked({first: dropping(lambda: 0.25)}):
         shown = first(x)
     assert abs(float((shown == x).double().mean()) - 0.25) < 0.02  # 5 standard deviations
     assert bool(((shown == x) | (shown == 0)).all())

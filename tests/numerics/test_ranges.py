@@ -155,7 +155,7 @@ BLOCKS = PerBlock((1, 4))
     ("spec", "expected"),
     [
         (QuantSpec(dtype("fp4_e2m1"), BLOCKS, symmetric=True, scale_format=ScaleFormat.E8M0),
-         [[1.0, 0.25], [2.0, 1.0]]),
+         [[2.0, 0.25], [4.0, 1.0]]),  # 7 is 8 with one bit of mantissa
         (QuantSpec(dtype("int8"), BLOCKS, symmetric=True, narrow_range=True, scale_format=ScaleFormat.E8M0),
          [[0.0625, 0.015625], [0.125, 1.0]]),
         (QuantSpec(dtype("int4"), BLOCKS, symmetric=True, narrow_range=True, scale_format=ScaleFormat.INT4),

@@ -13,18 +13,9 @@ from qtk.numerics.scale_formats import (
     largest_exponent,
     power_of_two,
 )
-from tests.numerics.small_floats import numbers
+from tests.numerics.small_floats import nearest
 
 FLOATS = {name: row for name, row in DTYPES.items() if isinstance(row, FloatDtype)}
-
-
-def nearest(value, format):
-    """The number of the format that is nearest in exact arithmetic, the even mantissa at ties."""
-    grid = numbers(format)
-    distance = [abs(abs(value) - number) for number in grid]
-    ties = [index for index, each in enumerate(distance) if each == min(distance)]
-    index = ties[0] if len(ties) == 1 else next(tie for tie in ties if tie % 2 == 0)
-    return math.copysign(grid[index], value)
 
 
 def block_values(seed=0):

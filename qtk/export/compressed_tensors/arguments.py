@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import WHOLE, PerChannel, PerTensor, PerToken
+from qtk.core.granularity import WHOLE, PerChannel, PerTensor, PerToken, PerTokenBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.numerics.matrix_axes import MatrixAxes
-from qtk.numerics.scale_formats import tensor_scale_of
+from qtk.numerics.scale_formats import LARGEST_E4M3, tensor_scale_of
 
 BITS = (4, 8)
 FP8, FP4 = DTYPES["fp8_e4m3"], DTYPES["fp4_e2m1"]
@@ -67,6 +67,8 @@ def input_arguments(spec: QuantSpec) -> dict[str, object]:
 
     Raises: Unsuited if the format, or a server's kernels, have no such codes or scales.
     """
+    if isinstance(spec.granularity, PerTokenBlock):
+        return _block_arguments(spec, spec.granularity)
     arguments = {**_number_format(spec), "symmetric": spec.symmetric, "dynamic": spec.dynamic}
     if spec.dtype.bits != FP8.bits:
         raise Unsuited(f"is an activation of {spec.dtype}; servers have int8 and fp8_e4m3")
@@ -82,6 +84,20 @@ def input_arguments(spec: QuantSpec) -> dict[str, object]:
         case PerToken():
             return {**arguments, "strategy": "token"}
     raise Unsuited(f"is an activation with scales {spec.granularity}; servers have per_tensor and per_token")
+
+
+def _block_arguments(spec: QuantSpec, blocks: PerTokenBlock) -> dict[str, object]:
+    stored = {"num_bits": FP4.bits, "type": "float", "symmetric": True, "group_size": blocks.length}
+    if blocks.axis == -1 and spec.dtype == FP4 and not spec.dynamic and blocks.length == NVFP4_LENGTH:
+        return {**stored, "dynamic": "local", "strategy": "tensor_group", "scale_dtype": torch.float8_e4m3fn}
+    if (blocks.axis, spec.dtype, spec.scale_format, blocks.length) == (-1, FP4, ScaleFormat.E8M0, MXFP4_LENGTH):
+        return {**stored, "dynamic": True, "strategy": "group", "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
+    raise Unsuited(f"is an activation of {spec}; servers have nvfp4 with a calibrated scale of the tensor, and mxfp4")
+
+
+def input_divisor(encoding: Encoding) -> Tensor:
+    """``input_global_scale`` of NVFP4 inputs. Shape: [1]."""
+    return LARGEST_E4M3 / encoding.scale.cpu().reshape(1)
 
 
 def cache_arguments(spec: QuantSpec) -> dict[str, object]:

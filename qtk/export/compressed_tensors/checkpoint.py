@@ -15,6 +15,7 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import (
     input_arguments,
+    input_divisor,
     scale_matrices,
     signed_shift,
     weight_arguments,
@@ -188,7 +189,10 @@ def _stored(
     if layer.inputs is not None and not layer.inputs.spec.dynamic:
         encoding = layer.inputs.encoding
         assert encoding is not None
-        tensors["input_scale"] = encoding.scale.cpu().reshape(1)
+        if encoding.spec.scale_format is None:
+            tensors["input_scale"] = encoding.scale.cpu().reshape(1)
+        else:
+            tensors["input_global_scale"] = input_divisor(encoding)
         if encoding.zero_point is not None:
             shifted = encoding.zero_point.cpu() - signed_shift(encoding.spec)
             tensors["input_zero_point"] = shifted.to(torch.int8).reshape(1)

@@ -28,7 +28,7 @@ def _warn_of_rounded_scales(layers: Layers) -> None:
     for layer in layers.quantized.values():
         inputs = None if layer.inputs is None else layer.inputs.encoding
         scales = [layer.encoding.scale] if layer.encoding.spec.scale_format is None else []
-        scales += [] if inputs is None else [inputs.scale]
+        scales += [] if inputs is None or inputs.spec.scale_format is not None else [inputs.scale]
         if any(not torch.equal(scale.to(layer.weight.dtype).float(), scale) for scale in scales):
             rounded.append(layer)
     if rounded:

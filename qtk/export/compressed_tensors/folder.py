@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors import checkpoint, config
-from qtk.export.compressed_tensors.arguments import scale_matrices, signed_shift
+from qtk.export.compressed_tensors.arguments import input_divisor, scale_matrices, signed_shift
 from qtk.export.compressed_tensors.caches import NAMES, scales_of, warn_of_caches
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.compatibility import warn_of_files
@@ -46,7 +46,7 @@ class ReadLayer:
         codes: of the weight, less their zero points.
         scale: of the weight; of NVFP4 divided by the global scale.
         zero_point: of the weight, signed; ``None`` if symmetric.
-        input_scale: of a static input.
+        input_scale: of a static input; of an NVFP4 one its divisor, ``input_global_scale``.
         input_zero_point: likewise, signed.
         scheme: how weight and inputs are quantized, the library's.
         scale_tolerance: by how much a scale of the weight may differ, relatively.
@@ -218,7 +218,8 @@ def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, Re
     unit = replace(encoding, scale=torch.ones_like(encoding.scale))
     unshifted = values_of(codes_of(layer.weight.cpu(), encoding), unit)
     own_input = None if layer.inputs is None else layer.inputs.encoding
-    input_scale = None if own_input is None else own_input.scale.cpu().to(dtype).float()
+    input_scale = None if own_input is None else own_input.scale.cpu().to(dtype).float() if (
+        own_input.spec.scale_format is None) else input_divisor(own_input)
     input_zero_point = None if own_input is None or own_input.zero_point is None else (
         own_input.zero_point.cpu() - signed_shift(own_input.spec))
     codes = checkpoint.by_layer(layer, unshifted, "weight", original)
@@ -237,7 +238,9 @@ def _matrices(layer: QuantizedLayer, numbers: Tensor) -> Tensor:
 
 
 def _read(tensors: dict[str, Tensor], scheme: Any) -> ReadLayer:
-    scale, divisor, inputs = (tensors.get(f"{each}_scale") for each in ("weight", "weight_global", "input"))
+    scale, divisor, *of_inputs = (tensors.get(f"{each}_scale")
+                                  for each in ("weight", "weight_global", "input", "input_global"))
+    inputs = next((each for each in of_inputs if each is not None), None)
     assert scale is not None
     return ReadLayer(
         codes_of_stored(tensors, scheme), scales_of_stored(scale) / (1.0 if divisor is None else divisor),

@@ -161,7 +161,10 @@ def _layer(
     if encoding.spec.scale_format is ScaleFormat.E4M3:
         global_scale(encoding.scale)
     if activations[0] is not None:
-        input_arguments(activations[0].spec)
+        spec = activations[0].spec
+        input_arguments(spec)
+        if spec.scale_format not in (None, encoding.spec.scale_format):
+            raise Unsuited(f"multiplies inputs of {spec}; servers have them with weights of the same format")
     return layer
 
 

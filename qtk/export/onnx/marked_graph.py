@@ -29,7 +29,7 @@ from qtk.capture.packed import PackedRecurrent
 from qtk.capture.recurrent_tracing import lengths_stay_free
 from qtk.capture.torch_export import silent_torch
 from qtk.core.dtypes import INT32
-from qtk.core.granularity import PerToken
+from qtk.core.granularity import PerToken, PerTokenBlock
 from qtk.core.needs import found_where
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_signature
@@ -109,10 +109,14 @@ def trace(
     With ``contrib_operators``, layers of recurrent nets that ONNX Runtime has an operator of its own for are nodes
     ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
-    Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
-        nested as those the model was prepared with.
+    Raises: ExportError if torch cannot export the graph, or not to this opset, or activations are in blocks;
+        CaptureError if the inputs are not nested as those the model was prepared with.
     """
     sites = list(sites)
+    blocks = next((site for site in sites if isinstance(site.spec.granularity, PerTokenBlock)), None)
+    if blocks is not None:
+        raise ExportError(f"{blocks.name} is {blocks.spec}: ONNX has no operators for activations in blocks; export "
+                          "formats=('encodings',), or linear layers as 'compressed_tensors'")
     _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)

@@ -24,7 +24,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.free_name import free_name
-from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
+from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, PerTokenBlock
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MARKER, MarkedGraph
@@ -186,8 +186,8 @@ class _Calibrated:
                 return {}
             case PerChannel() as channel:
                 return {"axis": channel.axis_of(len(self.shape))}
-            case PerToken():
-                raise AssertionError("per token is dynamic: it has no encoding")
+            case PerToken() | PerTokenBlock():
+                raise AssertionError("scales of tokens are found at run time")
             case PerBlock():
                 return {"axis": self.block_axis, "block_size": self._block_sizes()[self.block_axis]}
 

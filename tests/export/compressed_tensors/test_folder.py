@@ -106,13 +106,15 @@ def test_the_words_hold_the_weights_of_the_simulation(model, weight, tmp_path):
     ({"dtype": "fp8_e4m3", "granularity": "per_token"}, {"dtype": "fp8_e4m3", "granularity": "per_channel"}),
     ({"dtype": "fp8_e4m3", "granularity": "per_tensor"}, {"dtype": "fp8_e4m3", "granularity": "per_tensor"}),
     ({"dtype": "uint8", "symmetric": False, "granularity": "per_tensor"}, CHANNELS),
+    ({"dtype": "nvfp4"}, {"dtype": "nvfp4"}), ({"dtype": "mxfp4"}, {"dtype": "mxfp4"}),
 ])
 def test_the_library_computes_what_is_simulated(inputs, weight, tmp_path):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle import forward as lifecycle
 
-    sim = simulated(Two(), weight, inputs=inputs)
+    kind = torch.bfloat16 if "fp4" in inputs["dtype"] else torch.float32
+    sim = simulated(Two().to(kind), weight, inputs=inputs, x=X.to(kind))
     sim.export(tmp_path / "out", formats=("compressed_tensors",))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     config = config_of(tmp_path / "out")
@@ -124,6 +126,11 @@ def test_the_library_computes_what_is_simulated(inputs, weight, tmp_path):
     args, quantizer = scheme.input_activations, sim.quantizers["first:in[0]"]
     if args.dynamic and args.type == "int":  # the library has half the span there; kernels, and the simulation, qmax
         scale, zero = X.abs().amax(-1, keepdim=True) / 127, None
+    elif args.group_size:
+        x, divisor = X.bfloat16(), own.get("input_global_scale")
+        scale, zero = lifecycle.compute_dynamic_scales_and_zp(x, args, nn.Linear(1, 1), divisor)
+        assert torch.equal(lifecycle.fake_quantize(x, scale, zero, args, divisor), quantizer(x))
+        return
     elif args.dynamic:  # its tokens are those of [samples, tokens, width]
         scale, zero = lifecycle.compute_dynamic_scales_and_zp(X[None], args, nn.Linear(1, 1))[0][0], None
     else:
