@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -11,6 +12,9 @@ from qtk.auto.latency import WholeLatency
 from qtk.calls.inputs import ExampleInputs
 from qtk.errors import ConfigError
 from qtk.quantsim import QuantSim
+
+Limits: TypeAlias = Mapping[Literal["bytes", "milliseconds"], float]
+"""What is counted → the most."""
 
 
 class Budget:
@@ -28,7 +32,7 @@ class Budget:
     ('1,200 bytes of parameters, of at most 1,000', None)
     """
 
-    def __init__(self, limits: Mapping[str, float], model: nn.Module, example_inputs: ExampleInputs) -> None:
+    def __init__(self, limits: Limits, model: nn.Module, example_inputs: ExampleInputs) -> None:
         for name, limit in limits.items():
             if not 0 < limit < math.inf:
                 raise ConfigError(f"budget: {name} must be a positive number, got {limit}")
@@ -48,7 +52,8 @@ class Budget:
 
     def exceeded(self, size_bytes: int | None, latency_ms: float | None) -> str | None:
         """Why a setting is too dear; ``None`` if it is not."""
-        for name, value, what in (("bytes", size_bytes, "bytes of parameters"), ("milliseconds", latency_ms, "ms")):
-            if name in self._limits and value is not None and value > self._limits[name]:
-                return f"{value:,.6g} {what}, of at most {self._limits[name]:,.6g}"
+        for limit, value, what in ((self._limits.get("bytes"), size_bytes, "bytes of parameters"),
+                                   (self._limits.get("milliseconds"), latency_ms, "ms")):
+            if limit is not None and value is not None and value > limit:
+                return f"{value:,.6g} {what}, of at most {limit:,.6g}"
         return None

@@ -89,8 +89,8 @@ def _value(evaluate: Evaluate, model: nn.Module, what: str) -> float | Tensor:
         scores = value.detach().double().cpu()
         if not bool(((scores >= 0) & (scores <= 1)).all()):
             low, high = float(scores.min()), float(scores.max())
-            raise CalibrationError(f"a score per sample must be from 0 to 1, and evaluate gives {low:g} to {high:g} for "
-                                   f"{what}: a drop of scores without bounds cannot be promised; scale and clamp "
+            raise CalibrationError(f"a score per sample must be from 0 to 1, and evaluate gives {low:g} to {high:g} for"
+                                   f" {what}: a drop of scores without bounds cannot be promised; scale and clamp "
                                    "them, or return their mean")
         return scores
     try:

@@ -32,7 +32,7 @@ class Promise:
 
     With scores ``f`` in float and ``q`` quantized, in [0, 1], a bettor who doubts a drop of ``b`` or more has the
     capital ``Π (1 + λ (b - (f - q)))``, sample by sample. It is a supermartingale if the drop is ``b`` or more, so that
-    it ever exceeds 1 / α with a probability of at most α (Ville): then the drop is below ``b``. Bets λ up to 1 / (1 - b)
+    it ever exceeds 1 / α with a probability of at most α (Ville): then the drop is below ``b``. Bets λ to 1 / (1 - b)
     are mixed, with the weights that their capital on the samples of the search gives them. The settings judged share
     ``α = 1 - confidence``: the first has three quarters, the k-th a quarter / (k (k - 1)).
 
@@ -114,7 +114,7 @@ class Promise:
         """Class, mean drop and number of samples, the largest drop first."""
         differences = self._differences(scores)
         rows = [(int(each), float(differences[labels == each].mean()), int((labels == each).sum()))
-                for each in labels.unique()]
+                for each in sorted(set(labels.tolist()))]
         return sorted(rows, key=lambda row: -row[1])
 
     def _is_below(self, differences: Tensor, drop: float, count: int) -> bool:
@@ -122,7 +122,7 @@ class Promise:
         weights = _log_gains(differences[self._search], drop).sum(1).log_softmax(0)
         gains = _log_gains(differences[self._judges], drop)
         step = math.ceil(gains.shape[1] / LOOKS)
-        parts = torch.nn.functional.pad(gains, (0, -gains.shape[1] % step)).unflatten(1, (-1, step)).sum(2)
+        parts = torch.nn.functional.pad(gains, (0, -gains.shape[1] % step)).reshape(BETS, -1, step).sum(2)
         capital = (weights[:, None] + parts.cumsum(1)).logsumexp(0)
         return float(capital.max()) >= self._log_limit(count)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
-from qtk.auto.budget import Budget
+from qtk.auto.budget import Budget, Limits
 from qtk.auto.choices import Choices
 from qtk.auto.ladder import DYNAMIC, ladder
 from qtk.auto.latency import WholeLatency
@@ -67,7 +67,7 @@ def quantize(
     valid: Valid | None = None, time_limit: float | None = None,
     directory: str | os.PathLike[str] | None = None, progress: bool = True,
     states: Mapping[str, int | str] = MappingProxyType({}),
-    budget: Mapping[Literal["bytes", "milliseconds"], float] = MappingProxyType({}),
+    budget: Limits = MappingProxyType({}),
 ) -> Quantized:
     """Quantizes ``model`` until what it loses is at most ``max_drop``, by the cheapest means that reach it.
 

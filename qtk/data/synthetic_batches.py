@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -101,7 +101,7 @@ def synthetic_batches(
     return SyntheticBatches(batches, made_from)
 
 
-def _matched(model: nn.Module, norms: list[nn.Module], batch: object, steps: int) -> object:
+def _matched(model: nn.Module, norms: Sequence[nn.Module], batch: object, steps: int) -> object:
     """``batch`` with inputs of floats whose statistics in front of the batch norms are those that these hold."""
     inputs = [leaf.requires_grad_() for leaf in pytree.tree_leaves(batch)
               if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -121,13 +121,16 @@ def _matched(model: nn.Module, norms: list[nn.Module], batch: object, steps: int
 
 
 @contextmanager
-def _listening(norms: list[nn.Module]) -> Iterator[list[Tensor]]:
+def _listening(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collects how far the input of each batch norm is from what it holds, call by call."""
     seen: list[Tensor] = []
 
     def record(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(norm, BATCH_NORMS)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
         x = inputs[0].movedim(1, 0).flatten(1)
-        mean, deviation = norm.running_mean, norm.running_var.sqrt() + norm.eps  # type: ignore[union-attr, operator]
+        mean, deviation = norm.running_mean, norm.running_var.sqrt() + norm.eps
         seen.append((((x.mean(1) - mean) / deviation).square() + (x.std(1) / deviation - 1).square()).mean())
 
     handles = [norm.register_forward_pre_hook(record) for norm in norms]

@@ -95,9 +95,9 @@ def _outputs(
     one: QuantizedSource, other: QuantizedSource, batches: Iterable[Batch], forward: Forward | None
 ) -> OutputDifference:
     if one.model is not None and other.model is not None:
-        runs = [outputs(each.model, batches, forward=forward) for each in (one, other) if each.model is not None]
+        runs: list[Iterator[object]] = [outputs(each.model, batches, forward=forward) for each in (one, other) if each.model is not None]
     elif len(one.files) == len(other.files) == 1:
-        runs = [_run(*each.files.values(), batches) for each in (one, other)]
+        runs = [_run(next(iter(each.files.values())), batches) for each in (one, other)]
     else:
         raise EncodingError("outputs are compared of two simulations, or of two single ONNX files; leave the data out, "
                             f"or give such ({one.name}, {other.name})")
@@ -117,7 +117,7 @@ def _outputs(
     return OutputDifference(sqnr, equal / predictions if predictions else None, "the data given")
 
 
-def _run(file: Path, batches: Iterable[Batch]) -> Iterator[list[Tensor]]:
+def _run(file: Path, batches: Iterable[Batch]) -> Iterator[object]:
     """The outputs of an ONNX file for each batch, with the optimizations off."""
     from qtk.runtimes.session import Optimizations, session_with  # loaded here: slow to import
     from qtk.workflow.verify_files import inputs_by_name
