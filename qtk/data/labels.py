@@ -16,9 +16,9 @@ from qtk.torch_private import call_structure
 def without_labels(model: nn.Module, batch: object) -> object:
     """``batch`` without what the model cannot take, as the labels of (image, label).
 
-    Of a tuple or list the items beyond the positional arguments of ``forward`` are left out, and of a captured model
-    those beyond the inputs it was captured with that look like labels: integer tensors of at most one axis, lists and
-    dicts. Of a mapping only the input is kept where ``forward`` takes one.
+    Of a tuple or list one item is kept where ``forward`` has one argument. Else the items beyond its arguments, or
+    beyond the inputs that a model was captured with, are left out if they look like labels: integer tensors of at most
+    one axis, lists and dicts. Of a mapping only the input is kept where ``forward`` has one argument.
 
     >>> import torch
     >>> image, label = torch.zeros(3, 4), torch.zeros(3)
@@ -38,11 +38,11 @@ def without_labels(model: nn.Module, batch: object) -> object:
     if isinstance(batch, Mapping):
         is_only = len(parameters) == 1 and not takes_more and names[0] in batch
         return {names[0]: batch[names[0]]} if is_only else batch
-    kept = len(batch) if takes_more or not names else min(len(batch), len(names))
     captured = _captured_inputs(model)
-    if captured is not None and 1 <= captured < kept and all(map(_is_label, batch[captured:kept])):
-        kept = captured
-    return batch[:kept]
+    kept = len(batch) if takes_more or not names else min(len(batch), len(names))
+    kept = kept if captured is None else min(kept, max(captured, 1))
+    is_one_input = len(names) == 1 and not takes_more
+    return batch[:kept] if is_one_input or all(map(_is_label, batch[kept:])) else batch
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

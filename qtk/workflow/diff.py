@@ -95,7 +95,8 @@ def _outputs(
     one: QuantizedSource, other: QuantizedSource, batches: Iterable[Batch], forward: Forward | None
 ) -> OutputDifference:
     if one.model is not None and other.model is not None:
-        runs: list[Iterator[object]] = [outputs(each.model, batches, forward=forward) for each in (one, other) if each.model is not None]
+        models = [each.model for each in (one, other) if each.model is not None]
+        runs: list[Iterator[object]] = [outputs(model, batches, forward=forward) for model in models]
     elif len(one.files) == len(other.files) == 1:
         runs = [_run(next(iter(each.files.values())), batches) for each in (one, other)]
     else:

@@ -10,13 +10,15 @@ from qtk.errors import CalibrationError, ConfigError
 from tests.auto.test_quantize import BATCHES, model
 
 
+@pytest.mark.medium
 def test_a_setting_above_the_bytes_is_not_kept():
-    net = model()
-    size = sum(parameter.numel() for parameter in net.parameters())
+    net, limit = model(), {"bytes": 1400}  # plain calibration with 4 bits has 1,312
     _, account = qtk.quantize(net, BATCHES, target="default", weight_bits=4, max_drop=-1.0, progress=False,
-                                  budget={"bytes": 0.75 * size})
-    assert account.best.size_bytes <= 0.75 * size
-    assert any("bytes of parameters, of at most" in (trial.reason or "") for trial in account.trials)
+                              budget=limit)
+    refused = [trial for trial in account.trials if "bytes of parameters, of at most 1,400" in (trial.reason or "")]
+    assert refused
+    assert all(trial.size_bytes > 1400 and "precise" in trial.step for trial in refused)
+    assert all(trial.size_bytes <= 1400 for trial in account.trials if trial.kept)
     with pytest.raises(CalibrationError, match=r"plain calibration: .* bytes of parameters, of at most 100"):
         qtk.quantize(net, BATCHES, target="default", time_limit=0.0, progress=False, budget={"bytes": 100})
 
