@@ -33,9 +33,9 @@ MASKED = qtk.prepare_model(Masked().eval(), X)
 
 
 @pytest.mark.parametrize(("model", "batch", "kept"), [
-    (nn.Linear(4, 2), [X, "label"], 1), (nn.Linear(4, 2), (X, X), 1), (nn.Bilinear(4, 4, 2), (X, X, torch.arange(6)), 2),
+    (nn.Linear(4, 2), [X, "label"], 1), (nn.Linear(4, 2), (X, X), 1),
+    (nn.Bilinear(4, 4, 2), (X, X, torch.arange(6)), 2),
     (nn.Bilinear(4, 4, 2), (X, X, X), 3),
-   
     (Many(), (X, X), 2), (Masked(), (X, torch.arange(6)), 2), (MASKED, (X, torch.arange(6)), 1),
     (MASKED, (X, torch.ones(6, 2)), 2), (MASKED, (X, [{"boxes": X}]), 1), (MASKED, (X, None), 2),
     (nn.Linear(4, 2), {"input": X, "label": X}, 1), (nn.Linear(4, 2), {"image": X, "label": X}, 2),
