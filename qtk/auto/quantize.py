@@ -89,8 +89,8 @@ def quantize(
     >>> sim, account = qtk.quantize(model, batches, evaluate=fraction_positive, max_drop=0.0, progress=False)
 
     A metric that gives a score from 0 to 1 for each sample, in the same order each time, lets ``max_drop`` hold with
-    95 % confidence for samples that nobody has seen (``qtk.auto.promise``): a third of the samples is for the search,
-    the others judge what it proposes.
+    95 % confidence for samples that nobody has seen (``qtk.auto.promise``): a quarter of the samples is for the
+    search, the others judge what it proposes.
 
     >>> unseen = torch.randn(1200, 16)
     >>> wanted = model(unseen).argmax(1)
@@ -100,7 +100,7 @@ def quantize(
     >>> account.reached, account.best.bound < 0.05
     (True, True)
     >>> print(account.end)  # doctest: +ELLIPSIS
-    reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 800 samples the search has not seen
+    reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the search has not seen
 
     First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
     at last the sites that lose most, up to half of all, are left in 16 bits, or in float where the target has no fast
