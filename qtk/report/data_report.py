@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from qtk.public import public
 from qtk.report.table import Column, Table
 
 LISTED = 5
@@ -47,6 +48,7 @@ class OddBatch:
     what: str
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class DataReport:
     """What calibration data show and what they do not; printable.

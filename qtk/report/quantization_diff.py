@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from qtk.public import public
 from qtk.report.table import Column, Table
 
 
@@ -43,6 +44,7 @@ class OutputDifference:
     measured_on: str
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class QuantizationDiff:
     """All differences of two quantized models; printable, and false if there is none.

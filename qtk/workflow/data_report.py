@@ -91,21 +91,23 @@ def data_report(
                                      sqnr_db(expected.error(trial.simulation.model)), _changed(predictions, last)))
     sizes.reverse()
     source = data.made_from if isinstance(data, SyntheticBatches) else ""
-    return DataReport(tuple(sizes), recommended(sizes), tuple(seen.odd()), seen.silent(), seen.experts, len(judges),
-                      source)
+    judged = sum(len(each) for each in last if each is not None)
+    return DataReport(tuple(sizes), recommended(sizes, judged), tuple(seen.odd()), seen.silent(), seen.experts,
+                      len(judges), source)
 
 
-def recommended(sizes: list[CalibrationSize]) -> int | None:
+def recommended(sizes: list[CalibrationSize], predictions: int) -> int | None:
     """The least number of batches from which on predictions, or the error where there are none, change no more.
 
-    ``None`` if that is the last number: nobody knows what more batches would change.
+    ``None`` if that is the last number: nobody knows what more batches would change. ``predictions``: how many judge,
+    of which one may change.
     """
     last = sizes[-1]
 
     def is_settled(each: CalibrationSize) -> bool:
         if each.changed is None:
             return each.sqnr_db >= last.sqnr_db - SETTLED_DB
-        return each.changed <= SETTLED
+        return each.changed <= SETTLED or each.changed * predictions < 1.5
 
     unsettled = [index for index, each in enumerate(sizes) if not is_settled(each)]
     first = unsettled[-1] + 1 if unsettled else 0

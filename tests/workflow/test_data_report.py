@@ -63,12 +63,13 @@ def test_it_leaves_the_simulation_as_it_was_and_names_silent_channels():
 ])
 def test_the_recommended_number_is_the_first_from_which_nothing_changes(changed, wanted):
     sizes = [CalibrationSize(1 << index, 1, 1.0, 30.0, each) for index, each in enumerate(changed)]
-    assert recommended(sizes) == wanted
+    assert recommended(sizes, 100) == wanted
+    assert recommended(sizes, 10) == 1  # a change of one prediction is none
 
 
 def test_without_predictions_the_error_decides():
     sizes = [CalibrationSize(count, 1, 1.0, db, None) for count, db in ((1, 20.0), (2, 29.8), (4, 30.0))]
-    assert recommended(sizes) == 2
+    assert recommended(sizes, 0) == 2
 
 
 def test_one_batch_judges_nothing():
