@@ -10,7 +10,7 @@ from qtk.errors import CalibrationError, ConfigError
 from tests.auto.test_quantize import BATCHES, model
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_setting_above_the_bytes_is_not_kept():
     net, limit = model(), {"bytes": 1400}  # plain calibration with 4 bits has 1,312
     _, account = qtk.quantize(net, BATCHES, target="default", weight_bits=4, max_drop=-1.0, progress=False,
@@ -42,6 +42,7 @@ def test_latency_is_measured_where_the_budget_has_it(monkeypatch):
     assert budget.exceeded(10**9, 2.5) is None
 
 
+@pytest.mark.medium
 def test_mistakes_are_named():
     with pytest.raises(ConfigError, match="budget: bytes must be a positive number, got -1"):
         qtk.quantize(model(), BATCHES, budget={"bytes": -1}, progress=False)

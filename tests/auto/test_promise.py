@@ -71,6 +71,7 @@ def test_few_samples_say_how_many_are_needed():
     assert Promise(torch.ones(200), 0.0, 0.95).samples_needed(None) is None
 
 
+@pytest.mark.medium
 def test_the_number_needed_holds_the_drop_of_such_a_setting():
     generator = torch.Generator().manual_seed(2)
     in_float, quantized = scores(0.006, 0.002, 600, generator)

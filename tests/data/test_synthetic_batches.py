@@ -27,6 +27,7 @@ def convolutions():
     return net.eval()
 
 
+@pytest.mark.medium
 def test_they_have_the_statistics_that_batch_norms_hold():
     net = convolutions()
     (batch,) = qtk.synthetic_batches(net, torch.zeros(1, 1, 8, 8), num_batches=1, batch_size=32)
@@ -47,6 +48,7 @@ def test_tokens_are_of_the_vocabulary_and_masks_stay():
     assert torch.equal(batches[2]["mask"], mask.expand(8, 6))
 
 
+@pytest.mark.medium
 def test_the_seed_decides_and_a_report_names_them():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     made = [qtk.synthetic_batches(net, torch.zeros(2, 4), seed=seed) for seed in (0, 0, 1)]

@@ -22,6 +22,7 @@ def net():
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("odd", ["× 20", "/ 20", "+ 3", "zeros", "one sample"])
 def test_a_planted_batch_is_named_and_no_other(odd):

@@ -23,6 +23,7 @@ def simulation(**settings):
 SIM = simulation()
 
 
+@pytest.mark.medium
 def test_equal_simulations_and_folders_have_no_difference(tmp_path):
     SIM.save(tmp_path / "a")
     simulation().save(tmp_path / "b")
@@ -50,6 +51,7 @@ def test_a_planted_scale_is_found_and_measured_in_steps(site, factor):
     assert found.outputs.agreement == pytest.approx(float((one.argmax(1) == two.argmax(1)).double().mean()))
 
 
+@pytest.mark.medium
 def test_codes_that_flip_are_counted():
     other = simulation()
     with torch.no_grad():
@@ -59,6 +61,7 @@ def test_codes_that_flip_are_counted():
     assert (found.site, found.change, found.flipped, found.elements) == ("0.weight", "codes", 2, 128)
 
 
+@pytest.mark.medium
 def test_formats_and_sites_of_one_alone_are_named():
     found = qtk.diff(SIM, simulation(activation_bits=None))
     assert {each.change for each in found.sites} == {"not in the second"}
@@ -69,7 +72,7 @@ def test_formats_and_sites_of_one_alone_are_named():
     assert found.sites[0].change.startswith("int8 per_channel(axis=0) symmetric → int4")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_files_are_compared_and_run(tmp_path):
     other = simulation()
     other.set_range("1:out", low=0.0, high=1.0)
