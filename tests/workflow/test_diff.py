@@ -61,7 +61,7 @@ def test_codes_that_flip_are_counted():
     assert (found.site, found.change, found.flipped, found.elements) == ("0.weight", "codes", 2, 128)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_formats_and_sites_of_one_alone_are_named():
     found = qtk.diff(SIM, simulation(activation_bits=None))
     assert {each.change for each in found.sites} == {"not in the second"}

@@ -18,7 +18,7 @@ def simulation():
     return sim
 
 
-@pytest.mark.parametrize("written", ["saved", "integers", pytest.param("exported", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("written", ["saved", "integers", pytest.param("exported", marks=pytest.mark.slow)])
 def test_a_folder_holds_what_the_simulation_holds(written, tmp_path):
     sim, folder = simulation(), tmp_path / "folder"
     if written == "exported":
