@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMES",
     "TRANSFORMS",
     "BitAssignment",
+    "DataReport",
     "Divergence",
     "Encoding",
     "LayerwiseOptions",
@@ -43,6 +44,7 @@ __all__ = [
     "QuantPlan",
     "QuantSim",
     "QuantSpec",
+    "QuantizationDiff",
     "Quantized",
     "Quantizer",
     "Sequences",
@@ -60,6 +62,7 @@ __all__ = [
     "block_view",
     "check_target",
     "correct_bias",
+    "diff",
     "distillation_loss",
     "divergence",
     "dtype",
@@ -72,6 +75,7 @@ __all__ = [
     "quantize_checkpoint",
     "reestimate_batch_norms",
     "round_scales",
+    "synthetic_batches",
 ]
 
 _MODULE_OF = {
@@ -81,7 +85,9 @@ _MODULE_OF = {
     "BitAssignment": "qtk.auto.bit_assignment",
     "Divergence": "qtk.report.divergence",
     "LayerwiseOptions": "qtk.layerwise.options",
+    "DataReport": "qtk.report.data_report",
     "QatSchedule": "qtk.training.qat_schedule",
+    "QuantizationDiff": "qtk.report.quantization_diff",
     "Quantized": "qtk.auto.quantize",
     "TargetCheck": "qtk.workflow.check_target",
     "apply_adaround": "qtk.workflow.layerwise_methods",
@@ -94,6 +100,7 @@ _MODULE_OF = {
     "block_view": "qtk.workflow.block_view",
     "check_target": "qtk.workflow.check_target",
     "correct_bias": "qtk.workflow.layerwise_methods",
+    "diff": "qtk.workflow.diff",
     "distillation_loss": "qtk.algorithms.distillation",
     "divergence": "qtk.analysis.divergence",
     "equalize_model": "qtk.workflow.equalize",
@@ -104,6 +111,7 @@ _MODULE_OF = {
     "quantize_checkpoint": "qtk.auto.quantize_checkpoint",
     "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
     "round_scales": "qtk.workflow.round_scales",
+    "synthetic_batches": "qtk.data.synthetic_batches",
 }
 """Public names beside the core, each with the module that is imported when the name is first used."""
 
@@ -116,12 +124,16 @@ if TYPE_CHECKING:
     from qtk.auto.bit_assignment import BitAssignment
     from qtk.auto.quantize import Quantized, quantize
     from qtk.auto.quantize_checkpoint import quantize_checkpoint
+    from qtk.data.synthetic_batches import synthetic_batches
     from qtk.layerwise.methods import METHODS
     from qtk.layerwise.options import LayerwiseOptions
+    from qtk.report.data_report import DataReport
     from qtk.report.divergence import Divergence
+    from qtk.report.quantization_diff import QuantizationDiff
     from qtk.training.qat_schedule import QatSchedule
     from qtk.workflow.block_view import block_view
     from qtk.workflow.check_target import TargetCheck, check_target
+    from qtk.workflow.diff import diff
     from qtk.workflow.equalize import equalize_model
     from qtk.workflow.export import EXPORTERS
     from qtk.workflow.export_gguf import export_gguf

@@ -20,12 +20,14 @@ from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.data.forward_pass import Batch, Data, Forward
+from qtk.data.labels import without_labels
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import Simulation
 from qtk.public import Settled, public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.account import Account
+from qtk.report.data_report import DataReport
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class QuantSim(Settled):
 
     Args:
         model: a float model, or one from ``prepare_model``.
-        example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
+        example_inputs: a tensor, tuple or dict the model runs on, labels left out; its numbers do not matter.
         scheme: how ranges are found; a name from ``qtk.SCHEMES``, with settings if need be:
             ``percentile(quantile=0.999)``. Symmetric weights of at most 4 bits take ``weight_mse`` for ``min_max``.
         weight_bits: width of weights; left out, the config's defaults say it, else 8. ``None`` leaves all of them in
@@ -91,7 +93,8 @@ class QuantSim(Settled):
         from qtk.workflow.simulate import simulate
 
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
-        self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
+        self.config, self.dynamic_shapes = load_config(config), dynamic_shapes
+        self.example_inputs = cast(ExampleInputs, without_labels(model, example_inputs))
         self._simulation = simulate(self, model, in_place=in_place, variants=variants, states=states)
 
     @classmethod
@@ -222,15 +225,7 @@ class QuantSim(Settled):
         self, source: str | os.PathLike[str] | Mapping[str, object], *, strict: bool = True, partial: bool = False,
         freeze: bool = True,
     ) -> LoadedEncodings:
-        """Loads a file of ``sim.export`` or AIMET, or encodings, all or nothing: ``qtk.workflow.load_encodings``.
-
-        >>> import qtk, torch
-        >>> model, x = torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)
-        >>> sim, other = qtk.QuantSim(model, x), qtk.QuantSim(model, x)
-        >>> sim.compute_encodings([x], progress=False)
-        >>> print(other.load_encodings(sim.encodings()))
-        the mapping: 3 encodings loaded and frozen
-        """
+        """Loads a file of ``sim.export`` or AIMET, or encodings, all or nothing: ``qtk.workflow.load_encodings``."""
         from qtk.workflow.load_encodings import load_encodings
 
         return load_encodings(self, source, strict=strict, partial=partial, freeze=freeze)
@@ -303,34 +298,35 @@ class QuantSim(Settled):
 
         return drift(self.simulation, data, steps=steps, forward=forward, progress=progress)
 
+    def data_report(
+        self, data: Iterable[Batch], *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True, valid: Valid | None = None,
+    ) -> DataReport:
+        """Reports whether calibration data are enough, and which batches stand out: ``qtk.workflow.data_report``."""
+        from qtk.workflow.data_report import data_report
+
+        return data_report(self, data, forward=forward, num_batches=num_batches, progress=progress, valid=valid)
+
     def report(
         self, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str = "Quantized model",
         forward: Forward | None = None, num_batches: int | None = None, sensitivity: bool = True,
         account: Account | None = None, headline: Mapping[str, str] | None = None, force: bool = False,
         progress: bool = True, valid: Valid | None = None, data_name: str = "the data given",
+        data_report: DataReport | None = None,
     ) -> None:
         """Writes a page of HTML: errors and ranges of the sites, their costs, and the plan: ``qtk.workflow.report``."""
         from qtk.workflow.report import report
 
         report(self.simulation, path, data, title=title, forward=forward, num_batches=num_batches,
                sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress,
-               valid=valid, data_name=data_name)
+               valid=valid, data_name=data_name, data_report=data_report)
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
         state_codes: bool = False, tokenizer: object | None = None,
     ) -> None:
-        """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``.
-
-        >>> import pathlib, qtk, tempfile, torch
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
-        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
-        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
-        >>> sim.export(folder, formats="encodings")
-        >>> sorted(path.name for path in folder.glob("*.json"))
-        ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
-        """
+        """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``."""
         from qtk.workflow.export import OnnxOptions, export
 
         onnx = OnnxOptions(opset, check, output_names, state_codes)

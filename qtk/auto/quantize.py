@@ -6,34 +6,39 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
+from qtk.auto.budget import Budget, Limits
 from qtk.auto.choices import Choices
 from qtk.auto.ladder import DYNAMIC, FEW_BITS, ladder
 from qtk.auto.latency import WholeLatency
+from qtk.auto.metric import Evaluate, Metric
+from qtk.auto.promise import Promise
 from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.auto.trial_log import Measured, TrialLog
 from qtk.calls.states import set_states
+from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.core.width import FROM_CONFIG, FromConfig, Width, width_to_json
+from qtk.data.batch_sizes import example_of
 from qtk.data.forward_pass import Batch, Forward, in_memory
+from qtk.data.labels import without_labels
 from qtk.data.sequences import Sequences, apart, begins
 from qtk.data.valid_tokens import Valid
 from qtk.errors import OUT_OF_MEMORY, CalibrationError, QtkError, first_line
 from qtk.graph.footprint import footprint
-from qtk.nn.eval_mode import evaluating
-from qtk.public import public, runs_model
+from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.account import Account, Trial
 from qtk.torch_private import pytree
@@ -43,9 +48,6 @@ SEARCHED = 0.5
 """The share of the time limit after which only precise sites, and dynamic quantization, are tried."""
 
 LEFT_OUT = "left out: half of the time is over, and precise sites lose least"
-
-Evaluate: TypeAlias = Callable[[nn.Module], float]
-"""A metric of a model, higher is better."""
 
 
 class Quantized(NamedTuple):
@@ -58,13 +60,14 @@ class Quantized(NamedTuple):
 @public
 def quantize(
     model: nn.Module, data: Iterable[Batch], *, target: str | Path | Mapping[str, object] | QuantConfig = "onnxruntime",
-    evaluate: Evaluate | Literal["perplexity", "kl"] | None = None, max_drop: float = 0.01,
-    example_inputs: ExampleInputs | None = None,
+    evaluate: Evaluate | Literal["perplexity", "kl"] | None = None, max_drop: float = 0.01, confidence: float = 0.95,
+    labels: Tensor | None = None, example_inputs: ExampleInputs | None = None,
     weight_bits: Width = FROM_CONFIG, activation_bits: Width = FROM_CONFIG, scheme: str = "min_max",
     forward: Forward | None = None, num_batches: int | None = None, holdout: float = 0.2,
     valid: Valid | None = None, time_limit: float | None = None,
     directory: str | os.PathLike[str] | None = None, progress: bool = True,
     states: Mapping[str, int | str] = MappingProxyType({}),
+    budget: Limits = MappingProxyType({}),
 ) -> Quantized:
     """Quantizes ``model`` until what it loses is at most ``max_drop``, by the cheapest means that reach it.
 
@@ -85,6 +88,20 @@ def quantize(
     ...     return float((model(torch.ones(8, 16)) > 0).float().mean())
     >>> sim, account = qtk.quantize(model, batches, evaluate=fraction_positive, max_drop=0.0, progress=False)
 
+    A metric that gives a score from 0 to 1 for each sample, in the same order each time, lets ``max_drop`` hold with
+    95 % confidence for samples that nobody has seen (``qtk.auto.promise``): a quarter of the samples is for the
+    search, the others judge what it proposes.
+
+    >>> unseen = torch.randn(1200, 16)
+    >>> wanted = model(unseen).argmax(1)
+    >>> def is_right(model):
+    ...     return model(unseen).argmax(1) == wanted
+    >>> sim, account = qtk.quantize(model, batches, evaluate=is_right, max_drop=0.05, labels=wanted, progress=False)
+    >>> account.reached, account.best.bound < 0.05
+    (True, True)
+    >>> print(account.end)  # doctest: +ELLIPSIS
+    reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the search has not seen
+
     First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
     at last the sites that lose most, up to half of all, are left in 16 bits, or in float where the target has no fast
     kernels for them. A step is kept if the error of the outputs falls on batches that calibration does not see, and the
@@ -101,7 +118,10 @@ def quantize(
             the held-out batches, or ``kl``, the divergence of their distributions from the float model's in nats per
             token; by how much these rise is the drop.
         max_drop: the drop of the metric that is small enough.
-        example_inputs: inputs the model runs on; ``None``: the first batch, which needs ``forward=None``.
+        confidence: with which the drop is at most ``max_drop``, where ``evaluate`` gives scores per sample.
+        labels: the classes of these samples, [samples]: the account has the drop of each class.
+        example_inputs: inputs the model runs on; ``None``: a batch, which needs ``forward=None``. Sizes in which
+            batches differ may vary, of sentences and images too.
         weight_bits: width of weights, as for ``QuantSim``.
         activation_bits: width of activations, as for ``QuantSim``.
         scheme: how ranges are found at first.
@@ -115,6 +135,8 @@ def quantize(
         directory: where finished trials are noted, so that the same call resumes a run that was stopped.
         progress: show a bar.
         states: inputs that are outputs of the call before, as for ``QuantSim``; of ``qtk.Sequences`` whole ones judge.
+        budget: what no setting may exceed: ``{"bytes": 2e6}`` of parameters, ``{"milliseconds": 4.0}`` of a call in
+            ONNX Runtime on this machine, for which what would be kept is exported and measured.
 
     Returns: the best simulation found, and the account of all trials, printable.
 
@@ -126,30 +148,38 @@ def quantize(
         raise CalibrationError(f"holdout is a fraction of the batches, above 0 and below 1, got {holdout}")
     if math.isnan(max_drop):
         raise CalibrationError("max_drop is a number, got nan")
+    if labels is not None and evaluate is None:
+        raise CalibrationError("labels are of the samples that evaluate scores; pass evaluate too, or leave them out")
     config = load_config(target)
     batches = in_memory(data, num_batches, least=2, why="calibration does not see the last")
     calibration, held_out = apart(batches, holdout)
     if example_inputs is None and forward is not None:
         raise CalibrationError("with forward, say example_inputs too: a tensor, tuple or dict the model runs on")
-    inputs = cast(ExampleInputs, next(iter(batches))) if example_inputs is None else example_inputs
-    prepared = prepare_own(model, inputs, in_place=not states)
+    given = [] if example_inputs is None else [example_inputs]
+    every = [*given, *(without_labels(model, each) for each in (batches if forward is None else ()))]
+    example, shapes = example_of(every)
+    inputs = cast(ExampleInputs, example)
+    is_prepared = isinstance(model, PreparedModel)
+    prepared = prepare_own(model, inputs, in_place=not states, dynamic_shapes="batch" if is_prepared else shapes)
     set_states(prepared, states)
     builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, calibration, forward, valid,
                            _dynamic(config, weight_bits, activation_bits))
     judge = FloatOutputs(prepared, held_out, forward, valid)
     if isinstance(evaluate, str):
         evaluate = token_metric(evaluate, prepared, list(held_out), forward, valid)
-    metric = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
-    in_float = math.nan if evaluate is None else _metric(evaluate, prepared, "the float model")
+    name = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
+    metric = None if evaluate is None else Metric.of(evaluate, prepared, max_drop, confidence, labels)
     settings = {
         "config": config.model_dump(mode="json"), "weight_bits": width_to_json(weight_bits), "valid": _named(valid),
         "activation_bits": width_to_json(activation_bits), "batches": len(batches), "held_out": len(held_out),
-        "metric": metric, "metric in float": f"{in_float:.6g}", "scheme": scheme, "outputs": f"{judge.power:.4e}",
+        "metric": name, "metric in float": f"{math.nan if metric is None else metric.in_float:.6g}", "scheme": scheme,
+        "outputs": f"{judge.power:.4e}", "samples": None if metric is None else metric.samples,
         "data": f"{_sum(list(batches)):.4e}", "states": dict(states),
     } | ({"sequences": begins(batches)} if isinstance(batches, Sequences) else {})
     log = TrialLog(None if directory is None else Path(directory), settings)
     limit = math.inf if time_limit is None else time_limit
-    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), time.monotonic(), limit, log)
+    account = Account(name, max_drop, confidence=None if metric is None or metric.promise is None else confidence)
+    run = _Run(builder, judge, metric, account, time.monotonic(), limit, log, Budget(budget, prepared, inputs))
     return run.finish(Choices(scheme), progress=progress)
 
 
@@ -157,22 +187,27 @@ def quantize(
 class _Run:
     """The state of one run.
 
-    ``judge``, ``evaluate`` and ``in_float``: what a trial is judged by, the last two by the metric if there is one.
+    ``judge`` and ``metric``: what a trial is judged by, the second if there is one.
     ``begun``, ``time_limit``: of ``time.monotonic``, in seconds.
     """
 
     builder: TrialBuilder
     judge: FloatOutputs
-    evaluate: Evaluate | None
-    in_float: float
+    metric: Metric | None
     account: Account
     begun: float
     time_limit: float
     log: TrialLog
+    budget: Budget
     best: Choices | None = None
     error: float = math.inf
     drop: float = math.inf
     sim: QuantSim | None = None
+
+    @property
+    def promise(self) -> Promise | None:
+        """What holds the drop, where there are scores per sample."""
+        return None if self.metric is None else self.metric.promise
 
     def finish(self, first: Choices, *, progress: bool) -> Quantized:
         """Tries until the drop is met, nothing is left, or the time is over."""
@@ -190,13 +225,21 @@ class _Run:
                 continue
             self._try(step, choices)
             late = self._is_over()
-            if self.account.reached or late:
+            if self._is_done() or late:
                 break
         if self.best is None:
             raise CalibrationError("no trial gives a simulation:\n  " + "\n  ".join(
                 f"{trial.step}: {trial.reason}" for trial in self.account.trials))
+        self._judge_last()
         self.account.end = self._ended(late=late)
         return Quantized(self.sim or self.builder.simulation(self.best), self.account)
+
+    def _is_done(self) -> bool:
+        """Whether the drop is met: as promised, or as measured where the samples are too few for any promise."""
+        best = self.account.best
+        if self.promise is None or self.promise.is_possible or best is None or best.drop is None:
+            return self.account.reached
+        return best.drop <= self.account.max_drop
 
     def _is_over(self, share: float = 1.0) -> bool:
         """Whether this share of the time limit is over."""
@@ -219,40 +262,59 @@ class _Run:
         if measured is None:
             measured, sim = self._measured(step, choices)
             self.log.add(choices, measured)
-        error, drop = measured.error, measured.drop
+        error, drop, latency_ms = measured.error, measured.drop, None
         reason = measured.failure
         if error is not None and (drop is None or not error < self.error):
             reason = "the error of the outputs does not fall"
         elif drop is not None and drop > self.drop:
             reason = f"{self.account.metric} falls"
+        if reason is None:
+            latency_ms = self.budget.milliseconds(lambda: sim or self.builder.simulation(choices))
+            reason = self.budget.exceeded(measured.size_bytes, latency_ms)
         if reason is None and error is not None and drop is not None:
             self.best, self.error, self.drop, self.sim = choices, error, drop, sim
-        shown = None if error is None else sqnr_db(error)
-        self.account.trials.append(
-            Trial(step, measured.seconds, shown, drop, reason is None, reason, measured.size_bytes)
-        )
+        shown, bound = None if error is None else sqnr_db(error), None
+        if reason is None and self.promise is not None and drop is not None and drop <= self.account.max_drop:
+            scores = _tensor(measured.scores)
+            bound = self.promise.bound(scores) if self.promise.is_promising(scores) else None
+        self.account.trials.append(Trial(step, measured.seconds, shown, drop, reason is None, reason,
+                                         measured.size_bytes, latency_ms, measured.cost, bound))
         if choices.dynamic and step == DYNAMIC and before is not None and sim is not None:
             self._time(before, sim)
+
+    def _judge_last(self) -> None:
+        """Notes the bound on the drop of the best trial, if it was not judged, and its drop by class."""
+        if self.promise is None or self.best is None:
+            return
+        trials, measured = self.account.trials, self.log.find(self.best)
+        assert measured is not None
+        scores, index = _tensor(measured.scores), max(at for at, trial in enumerate(trials) if trial.kept)
+        if trials[index].bound is None:
+            trials[index] = replace(trials[index], bound=self.promise.bound(scores))
+        self.account.needed = self.promise.samples_needed(scores)
+        if self.metric is not None and self.metric.labels is not None:
+            self.account.classes = tuple(self.promise.drops_by_class(scores, self.metric.labels))
 
     def _measured(self, step: str, choices: Choices) -> tuple[Measured, QuantSim | None]:
         """The result of a trial, and its simulation unless it failed."""
         begun = time.monotonic()
-        error = drop = sim = size = None
+        error = drop = sim = size = cost = scores = None
         failure = None
         try:
             sim = self.builder.simulation(choices)
             size = footprint(sim.model).quantized_bytes
+            cost = self.builder.relative_cost(sim)
             error = self.judge.error(sim.model)
-            if self.evaluate is None:
+            if self.metric is None:
                 drop = error
             elif error < self.error:
-                drop = self.in_float - _metric(self.evaluate, sim.model, step)
+                drop, scores = self.metric.drop(sim.model, step)
         except OUT_OF_MEMORY:
             raise
         except Exception as raised:  # whatever a method, or a user's function, raises: others may do
-            error = drop = sim = size = None
+            error = drop = sim = size = cost = scores = None
             failure = f"failed: {first_line(raised)}"
-        return Measured(time.monotonic() - begun, error, drop, failure, size), sim
+        return Measured(time.monotonic() - begun, error, drop, failure, size, cost, scores), sim
 
     def _time(self, before: QuantSim, dynamic: QuantSim) -> None:
         """Notes how long a call of both takes in ONNX Runtime, if it can be measured here."""
@@ -286,11 +348,19 @@ class _Run:
         best = self.account.best
         assert best is not None
         assert best.drop is not None
+        promised, count = "", 0 if self.promise is None else self.promise.judges
+        if best.bound is not None:
+            promised = (f": the drop is at most {best.bound:.4g} with a confidence of {self.account.confidence:g}, by "
+                        f"{count} samples the search has not seen")
         if self.account.reached:
-            return f"reached by {self.best}"
+            return f"reached by {self.best}{promised}"
+        if best.bound is not None and best.drop <= self.account.max_drop:
+            needed = "" if self.account.needed is None else (
+                f"; about {self.account.needed} samples, scored by evaluate, would show {self.account.max_drop:g}")
+            return f"not promised, {best.drop:.4g} measured where the search looks, by {self.best}{promised}{needed}"
         why = "the time is over" if late else "nothing else is left to try"
-        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self.best}; give more bits, a larger "
-                "max_drop, more data, or train the simulation (docs/qat.md)")
+        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self.best}{promised}; give more bits, a "
+                "larger max_drop, more data, or train the simulation (docs/qat.md)")
 
 
 def _dynamic(config: QuantConfig, weight_bits: Width, activation_bits: Width) -> QuantConfig | None:
@@ -302,22 +372,8 @@ def _dynamic(config: QuantConfig, weight_bits: Width, activation_bits: Width) ->
     return load_config(name)
 
 
-def _metric(evaluate: Evaluate, model: nn.Module, what: str) -> float:
-    """The metric of a model. Raises: CalibrationError if it is no finite number; whatever ``evaluate`` raises."""
-    value = _called(evaluate, model)
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise CalibrationError(f"evaluate must return a number, got {type(value).__name__} for {what}") from None
-    if not math.isfinite(number):
-        raise CalibrationError(f"evaluate gives {number} for {what}; it must return a finite number, higher is better")
-    return number
-
-
-@runs_model
-def _called(evaluate: Evaluate, model: nn.Module) -> object:
-    with torch.no_grad(), evaluating(model):
-        return evaluate(model)
+def _tensor(scores: list[float] | None) -> Tensor:
+    return torch.tensor(scores, dtype=torch.float64)
 
 
 def _named(valid: Valid | None) -> str:

@@ -10,6 +10,7 @@ from qtk.analysis.sensitivity import sensitivity
 from qtk.auto.choices import Choices
 from qtk.auto.matrix_products import matrix_products
 from qtk.auto.site_rules import SiteRules
+from qtk.auto.widths import FLOAT_BITS
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.config.tensor_setting import TensorSetting
@@ -95,6 +96,20 @@ class TrialBuilder:
                 in_plan += product.multiplications
                 in_both += product.multiplications if is_kept else 0
         return in_both >= MOST * in_plan
+
+    def relative_cost(self, sim: QuantSim) -> float | None:
+        """About how long the matrix products of ``sim`` take, over those of float; ``None`` of a model without any.
+
+        A product counts by its multiplications and the bits of its wider operand, 32 of one that is not quantized and 8
+        at least: runtimes have no faster kernels for fewer.
+        """
+        run = run_batch if self.forward is None else self.forward
+        cost = in_float = 0.0
+        for product in matrix_products(sim.simulation, lambda: run(sim.model, next(iter(self.batches)))):
+            bits = [FLOAT_BITS if site is None else sim.plan[site].spec.dtype.bits for site in product.operands]
+            in_float += FLOAT_BITS * product.multiplications
+            cost += max(8, *bits) * product.multiplications
+        return cost / in_float if in_float else None
 
     def _base(self, choices: Choices) -> QuantConfig:
         return self.config if not choices.dynamic or self.dynamic is None else self.dynamic

@@ -24,6 +24,8 @@ class Measured:
         drop: of the metric; ``None`` if it was not evaluated.
         failure: why it failed; ``None`` if it did not.
         size_bytes: of the parameters; ``None`` if it failed.
+        cost: of its matrix products, over float's; ``None`` if it failed.
+        scores: of the samples, where ``evaluate`` gives one for each.
     """
 
     seconds: float
@@ -31,6 +33,8 @@ class Measured:
     drop: float | None = None
     failure: str | None = None
     size_bytes: int | None = None
+    cost: float | None = None
+    scores: list[float] | None = None
 
 
 class TrialLog:
@@ -77,7 +81,7 @@ class TrialLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             trials = [{"choices": json.loads(key), **asdict(each)} for key, each in self._results.items()]
             content = {"run": self._run, "trials": trials, "ranking": self._ranking}
-            write_file(self._path, json.dumps(content, indent=1).encode())
+            write_file(self._path, json.dumps(content).encode())
 
     def _read(self, path: Path) -> None:
         try:

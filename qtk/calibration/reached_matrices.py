@@ -20,9 +20,17 @@ LISTED = 3
 @contextmanager
 def matrices_counted(simulation: Simulation) -> Iterator[None]:
     """Warns after the body, in which the model runs, of matrices that data could have reached and did not."""
+    with matrices_met(simulation) as counts:
+        yield
+    _warn({name: count for name, count in counts.items() if bool((count == 0).any()) and bool(count.any())})
+
+
+@contextmanager
+def matrices_met(simulation: Simulation) -> Iterator[dict[str, Tensor]]:
+    """Counts, while the body runs the model, the rows that each matrix of a stack meets: weight → counts [matrices]."""
     stacks = _routed_stacks(simulation)
     if not stacks:
-        yield
+        yield {}
         return
     counts = {layer.name: torch.zeros(layer.geometry.groups, dtype=torch.int64) for layer in stacks}
     names = {op: layer.name for layer in stacks for op in layer.uses}
@@ -33,8 +41,7 @@ def matrices_counted(simulation: Simulation) -> Iterator[None]:
 
     uses = {op: use for layer in stacks for op, use in layer.uses.items()}
     with input_taps(simulation.model, count, uses, only_uses=True):
-        yield
-    _warn({name: count for name, count in counts.items() if bool((count == 0).any()) and bool(count.any())})
+        yield counts
 
 
 def _routed_stacks(simulation: Simulation) -> list[WeightedLayer]:

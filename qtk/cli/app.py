@@ -1,4 +1,4 @@
-"""The command ``qtk``: quantize, export, compare, inspect, verify, targets, build-kernels."""
+"""The command ``qtk``: quantize, export, compare, diff, inspect, verify, targets, build-kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from qtk.cli import compare as comparison
+from qtk.cli import diff as differing
 from qtk.cli import folders
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
@@ -137,6 +138,26 @@ def compare(
             loaded, console, progress=progress_console(quiet=quiet), models=model or (), settings=setting or (),
             simulation=simulation, top=top, as_json=as_json,
         )
+
+
+@app.command()
+def diff(
+    first: Annotated[
+        Path, typer.Argument(metavar="A", help="What sim.save, sim.export or qtk quantize wrote, or a file.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Likewise.")],
+    data: Annotated[
+        str | None, typer.Option(help="module:callable that returns batches (inputs, label), for the outputs.")
+    ] = None,
+    num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Show what differs: encodings, codes of weights, outputs. The exit code is 1 if anything does."""
+    with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
+        equal = differing.diff(first, second, results_console(), data=data, num_batches=num_batches, as_json=as_json)
+    if not equal:
+        raise typer.Exit(1)
 
 
 @app.command()

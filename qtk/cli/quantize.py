@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from qtk.auto.quantize import Evaluate
+from qtk.auto.metric import Evaluate
 from qtk.auto.quantize import quantize as search
 from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.cli.batches import Batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 
 import torch
@@ -19,31 +18,20 @@ def batch_advice(model: nn.Module, batch: object) -> str:
     "the model has no input 'image' or 'label': pass forward=lambda model, batch: model(batch['image'])"
     >>> batch_advice(nn.Linear(4, 2), torch.zeros(3, 4, dtype=torch.float64))
     'the batch has float64, the model float32: convert it, e.g. with batch.to(torch.float32)'
-    >>> batch_advice(nn.Linear(4, 2), (torch.zeros(3, 4), torch.zeros(3)))
-    'for (image, label) loaders pass forward=lambda model, batch: model(batch[0])'
     """
     if isinstance(batch, Mapping) and (advice := _of_keys(model, batch)) is not None:
         return advice
-    has_labels = isinstance(batch, (tuple, list)) and len(batch) > _most_arguments(model)
     every = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     leaves = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    other = next((leaf.dtype for leaf in leaves if own and leaf.dtype not in own), None) if not has_labels else None
+    other = next((leaf.dtype for leaf in leaves if own and leaf.dtype not in own), None)
     if other is not None:
         wanted = torch.float32 if torch.float32 in own else sorted(own, key=str)[0]
         return (f"the batch has {_text(other)}, the model {_text(wanted)}: convert it, e.g. with batch.to({wanted})"
                 if isinstance(batch, Tensor) else
                 f"the batch has {_text(other)}, the model {_text(wanted)}: convert its tensors, with .to({wanted})")
-    is_pair = has_labels or (isinstance(batch, (tuple, list)) and len(batch) > 1)
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) > 1
     return "for (image, label) loaders pass forward=lambda model, batch: model(batch[0])" if is_pair else ""
-
-
-def _most_arguments(model: nn.Module) -> float:
-    """How many positional arguments the model takes."""
-    kinds = [each.kind for each in inspect.signature(model.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return math.inf
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _of_keys(model: nn.Module, batch: Mapping[object, object]) -> str | None:

@@ -18,6 +18,7 @@ from qtk.calls.calls import leaves_text
 from qtk.calls.inputs import split_inputs
 from qtk.capture.tracing import TRACING
 from qtk.data.batch_advice import batch_advice
+from qtk.data.labels import without_labels
 from qtk.data.rolled_states import RolledStates, written_places
 from qtk.data.sequences import Sequences, like
 from qtk.errors import CalibrationError, CaptureError, QtkError
@@ -30,7 +31,8 @@ from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 
 Batch: TypeAlias = object
-"""What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+"""What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments, labels among
+them (``without_labels``)."""
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], object]
 """A function that runs a model on a batch, in place of ``run_batch``."""
@@ -47,10 +49,12 @@ needs hundreds of samples, and a source that goes on for good reason can be cut 
 def run_batch(model: nn.Module, batch: Batch) -> object:
     """``model(batch)`` for a tensor, ``model(*batch)`` for a tuple or list, ``model(**batch)`` for a mapping.
 
+    What the model cannot take, as labels, is left out (``without_labels``).
+
     Raises: CalibrationError for any other type.
     """
     try:
-        args, kwargs = split_inputs(batch)
+        args, kwargs = split_inputs(without_labels(model, batch))
     except CaptureError:
         raise CalibrationError(
             f"a batch must be a tensor, a tuple or a dict, got {type(batch).__name__}; "
@@ -260,7 +264,7 @@ def _refused(model: nn.Module, index: int, batch: Batch, error: Exception, forwa
     stars = "" if isinstance(batch, Tensor) else "**" if isinstance(batch, Mapping) else "*"
     passed = f"model({stars}batch)"
     how = "your forward(model, batch)" if forward else passed
-    advice = "" if forward else batch_advice(model, batch)
+    advice = "" if forward else batch_advice(model, without_labels(model, batch))
     op = failed_op(error)
     return (
         f"batch {index} ({type(batch).__name__} of {shown}) does not run as {how}{f', at {op}' if op else ''}: "

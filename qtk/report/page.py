@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from qtk.core.plan import QuantPlan
 from qtk.errors import ExportError
 from qtk.report.account import Account
+from qtk.report.data_report import DataReport
 from qtk.report.drift import Drift
 from qtk.report.sensitivities import Sensitivities
 from qtk.report.site_errors import SiteError, SiteErrors
@@ -51,6 +52,7 @@ class Contents:
         account: what was tried; ``None`` if nothing was searched.
         notes: what is not shown, and why.
         measured_on: the data of SQNR, errors, ranges and losses, in words; empty where there are none.
+        data: whether the calibration data are enough; ``None`` if nobody asked.
     """
 
     title: str
@@ -64,6 +66,7 @@ class Contents:
     account: Account | None = None
     notes: tuple[str, ...] = ()
     measured_on: str = ""
+    data: DataReport | None = None
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from qtk.capture.untouched import untouched
 from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes
 from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.core.needs import found_where
+from qtk.data.labels import without_labels
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import contents_of, graphs, roots
 from qtk.graph.sites import join
@@ -111,8 +112,8 @@ def prepare_model(
     Args:
         model: any module that runs on ``example_inputs``; left as it is, its parameters shared with the result. A
             prepared model is returned as it is; one prepared without inputs is captured now.
-        example_inputs: a tensor, tuple or mapping. Without them only a symbolic trace is made, and ``QuantSim``, which
-            has inputs, finishes it.
+        example_inputs: a tensor, tuple or mapping; labels are left out. Without them only a symbolic trace is made, and
+            ``QuantSim``, which has inputs, finishes it.
         variants: further example inputs, one for each other kind of call: inputs given or left out, other ranks or
             dtypes, other flags. The graphs share parameters, and a value that several of them compute is one site.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, and the axes that must be as long; ``"all"``
@@ -141,7 +142,7 @@ def prepare_model(
     with TRACING:
         if example_inputs is None:
             return _traced(model, to_exclude, variants)
-        calls = [Call(*split_inputs(inputs), None) for inputs in (example_inputs, *variants)]
+        calls = [Call(*split_inputs(without_labels(model, inputs)), None) for inputs in (example_inputs, *variants)]
         if variants:
             refuse_explicit_shapes(dynamic_shapes)
         return _prepared(model, calls, dynamic_shapes, excluded, verify=verify)

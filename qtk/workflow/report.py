@@ -29,6 +29,7 @@ from qtk.numerics.affine import expand
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.account import Account
+from qtk.report.data_report import DataReport
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
 from qtk.report.svg import Histogram
 
@@ -45,7 +46,7 @@ def report(
     simulation: Simulation, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str,
     forward: Forward | None, num_batches: int | None, sensitivity: bool, account: Account | None,
     headline: Mapping[str, str] | None, force: bool, progress: bool, valid: Valid | None = None,
-    data_name: str = "the data given",
+    data_name: str = "the data given", data_report: DataReport | None = None,
 ) -> None:
     """Writes a page of HTML to look at: errors and ranges of the sites, what each costs, and the plan.
 
@@ -68,6 +69,7 @@ def report(
         progress: show bars.
         valid: which tokens count, as in ``compute_encodings``; ``None``: all.
         data_name: what ``data`` is, in words: the page says what its figures are measured on.
+        data_report: whether the calibration data are enough, of ``sim.data_report``.
 
     Raises: ExportError if the file exists or its directory does not, or jinja2 is not installed; CalibrationError as
         ``compare``.
@@ -96,7 +98,7 @@ def report(
         {site.name: _channels(values[site], encoding) for site in weights
          if values[site] and (encoding := simulation.quantizers[site].encoding) is not None},
         costs, along, account, tuple(notes),
-        f"{len(batches)} {'batch' if len(batches) == 1 else 'batches'} of {data_name}",
+        f"{len(batches)} {'batch' if len(batches) == 1 else 'batches'} of {data_name}", data_report,
     )).encode())
 
 

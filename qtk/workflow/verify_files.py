@@ -90,7 +90,8 @@ def _verify(
         held = {name: state.first for name, state in states.items() if state.first is not None}
         batches = _random_batches(runs, encodings, held) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
-            inputs = {**_named(runs, batch, held), **held}
+            free = [name for name, _, _ in runs.inputs if name not in held]
+            inputs = {**inputs_by_name(free, batch), **held}
             outputs, sites = runs.reference(inputs)
             held = {name: outputs[runs.outputs.index(states[name].output)] for name in held}
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
@@ -146,12 +147,16 @@ def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:
     return expand(encoding.scale, value.shape, encoding.spec.granularity.block_size(value.ndim))
 
 
-def _named(runs: FileRuns, batch: object, held: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a batch under the names of the file's inputs, but of the buffers ``held``."""
-    names = [name for name, _, _ in runs.inputs if name not in held]
+def inputs_by_name(names: Sequence[str], batch: object) -> dict[str, Tensor]:
+    """The tensors of a batch under the names of a file's inputs; labels beside the only one are left out.
+
+    Raises: ExportError if there are more or fewer.
+    """
     if isinstance(batch, Mapping) and set(batch) == set(names):
         return {name: batch[name] for name in names}
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, (tuple, list)) and len(names) == 1 < len(tensors) == len(batch):
+        del tensors[1:]  # labels
     if len(tensors) != len(names):
         raise ExportError(f"the file takes {', '.join(names)}, a batch has {len(tensors)} tensors")
     return dict(zip(names, tensors, strict=True))

@@ -334,3 +334,32 @@ def test_a_directory_is_of_sequences_that_begin_where_these_do(tmp_path):
         qtk.quantize(Sum(), qtk.Sequences(batches, reset=3), **settings)
     with pytest.raises(ConfigError, match="sequences differ"):  # the last three judge, as before
         qtk.quantize(Sum(), qtk.Sequences(batches, reset=9), **settings)
+
+
+@pytest.mark.medium
+def test_scores_per_sample_are_promised_and_too_few_are_said_to_be(tmp_path):
+    net, calls = model(), []
+    unseen = torch.randn(1000, 16, generator=torch.Generator().manual_seed(1))
+    wanted = net(unseen).argmax(1)
+
+    def is_right(count):
+        def scores(each):
+            calls.append(each)
+            return each(unseen[:count]).argmax(1) == wanted[:count]
+        return scores
+
+    settings = {"max_drop": 0.05, "progress": False}
+    _, account = qtk.quantize(net, BATCHES, evaluate=is_right(1000), labels=wanted, directory=tmp_path, **settings)
+    assert account.reached
+    assert account.best.bound <= 0.05
+    assert sum(count for _, _, count in account.classes) == 1000
+    calls.clear()
+    _, again = qtk.quantize(net, BATCHES, evaluate=is_right(1000), labels=wanted, directory=tmp_path, **settings)
+    assert len(calls) == 2  # the float model, twice
+    assert again.best.bound == account.best.bound
+    _, few = qtk.quantize(net, BATCHES, evaluate=is_right(40), **settings)
+    assert not few.reached
+    assert few.best.bound > 0.05
+    assert len(few.trials) == 1
+    assert few.end.startswith("not promised, 0 measured where the search looks, by min_max: the drop is at most 0.")
+    assert few.end.endswith("samples, scored by evaluate, would show 0.05")

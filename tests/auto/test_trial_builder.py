@@ -114,3 +114,11 @@ def test_integers_are_kept_if_convolutions_make_few_of_the_products(channels, ke
     dynamic = trials.simulation(Choices("min_max", dynamic=True))
     assert dynamic.config == load_config("dynamic")
     assert dynamic.quantizers["head:in[0]"].spec.dynamic
+
+
+@pytest.mark.medium
+def test_the_cost_of_products_goes_by_the_bits_of_their_operands():
+    trials, float_alone = builder(weight_bits=4), builder(weight_bits=8, activation_bits=None)
+    assert trials.relative_cost(trials.simulation(Choices("min_max"))) == 0.25
+    assert builder(activation_bits=16).relative_cost(builder(activation_bits=16).simulation(Choices("min_max"))) == 0.5
+    assert float_alone.relative_cost(float_alone.simulation(Choices("min_max"))) == 1.0

@@ -25,7 +25,7 @@ X = torch.zeros(3, 4)
     ({"x": X, "mask": X[:, :2], "label": LABEL}, "no input 'label': pass forward=lambda model, batch: "
                                                  "model(x=batch['x'], mask=batch['mask'])"),
     ({"x": X.double(), "mask": X}, "the batch has float64, the model float32: convert its tensors"),
-    ((X, X, LABEL), "model(batch[0])"), ((X.half(), X), "the batch has float16, the model float32"),
+    ((X, X[:, :2], LABEL.float()), "model(batch[0])"), ((X.half(), X), "the batch has float16, the model float32"),
 ])
 def test_it_says_what_the_batch_shows(batch, advice):
     assert advice in batch_advice(Pair(), batch)

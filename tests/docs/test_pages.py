@@ -39,8 +39,8 @@ RUNNABLE = {"python", "sh", "yaml"}
 COMMAND = typer.main.get_command(app)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WITH_PYTHON = [name for name in PAGES if blocks(page(name), "python")]
-LONG = {"accuracy.md", "bert.md", "cnn.md", "language.md", "layerwise.md", "mixed_precision.md", "qat.md", "ranges.md",
-        "recurrent.md", "transforms.md", "vit.md"}
+LONG = {"accuracy.md", "bert.md", "cnn.md", "data.md", "detection.md", "language.md", "layerwise.md",
+        "mixed_precision.md", "qat.md", "ranges.md", "recurrent.md", "transforms.md", "vit.md"}
 """Pages that take 3 seconds or more; other tests call what they call."""
 
 WITH_YAML = [name for name in PAGES if blocks(page(name), "yaml")]

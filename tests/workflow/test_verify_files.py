@@ -124,7 +124,7 @@ def test_bad_input(written, tmp_path):
     with pytest.raises(ExportError, match=r"holds no \.onnx file.*; name one of onnxruntime, onnxruntime_vnni"):
         verify_files(written)
     with pytest.raises(ExportError, match="a batch has 2 tensors"):
-        verified(written / "onnxruntime", [(INPUTS, INPUTS)])
+        verified(written / "onnxruntime", [{"a": INPUTS, "b": INPUTS}])
     with pytest.raises(CalibrationError, match="batch 0 of the data cannot be read: OSError: disk"):
         verified(written / "onnxruntime", (open_disk() for _ in range(2)))
     with pytest.raises(ExportError, match="no batches"):

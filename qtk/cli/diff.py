@@ -1,0 +1,42 @@
+"""``qtk diff``: what differs between two quantized models that were written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from qtk.cli.batches import Batches
+from qtk.public import public
+from qtk.workflow.diff import diff as compare
+
+
+@public
+def diff(
+    first: Path, second: Path, console: Console, *, data: str | None = None, num_batches: int | None = None,
+    as_json: bool = False,
+) -> bool:
+    """Prints the differences.
+
+    Args:
+        first: what ``sim.save``, ``sim.export`` or ``qtk quantize`` wrote, or a file of it.
+        second: likewise.
+        console: where to print.
+        data: ``module:callable`` that returns batches ``(inputs, label)``; ``None``: outputs are not compared.
+        num_batches: how many of them; ``None``: all.
+        as_json: print JSON instead of a table.
+
+    Returns: whether there are none.
+
+    Raises: QtkError if a file or the data cannot be read.
+    """
+    batches = None if data is None else (inputs for inputs, _ in Batches(data, "--data", num_batches).open()[0])
+    found = compare(first, second, batches)
+    if as_json:
+        console.print_json(json.dumps(found.to_json(), allow_nan=False))
+    else:
+        console.print(found.table().rich() if found.sites else found.title, markup=False, highlight=False)
+        for line in found.lines():
+            console.print(line, markup=False, highlight=False)
+    return not found

@@ -1,0 +1,130 @@
+"""Compares two quantized models: encodings, codes of weights, outputs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtk.core.dtypes import FloatDtype
+from qtk.core.encoding import Encoding
+from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.errors import EncodingError
+from qtk.graph.simulation import HasSimulation
+from qtk.numerics.affine import expand
+from qtk.numerics.error import decibels
+from qtk.public import public
+from qtk.report.quantization_diff import OutputDifference, QuantizationDiff, SiteDifference
+from qtk.torch_private import pytree
+from qtk.workflow.quantized_source import QuantizedSource, quantized_source
+
+
+@public
+def diff(
+    first: HasSimulation | str | os.PathLike[str], second: HasSimulation | str | os.PathLike[str],
+    data: Iterable[Batch] | None = None, *, forward: Forward | None = None, num_batches: int | None = None,
+) -> QuantizationDiff:
+    """Says what differs between two quantized models: simulations, or what was written of them.
+
+    >>> import qtk
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval(), torch.randn(16, 8)
+    >>> first, second = qtk.QuantSim(model, x), qtk.QuantSim(model, x)
+    >>> first.compute_encodings([x], progress=False)
+    >>> second.compute_encodings([x], progress=False)
+    >>> bool(qtk.diff(first, second))
+    False
+    >>> second.set_range("1:out", low=0.0, high=100.0)
+    >>> [(each.site, each.change, each.steps > 1000) for each in qtk.diff(first, second).sites]
+    [('1:out', 'range', True)]
+
+    Folders of ``sim.save``, of ``sim.export``, of ``qtk quantize``, and single ``.onnx`` and ``encodings.json`` files
+    are compared by the names of their sites. Outputs are compared where both run on the data: two simulations, or two
+    ONNX files in ONNX Runtime without optimizations.
+
+    Args:
+        first: the one from which differences are told.
+        second: the other.
+        data: batches; ``None``: outputs are not compared.
+        forward: how to run a simulation on a batch.
+        num_batches: batches to take of the data.
+
+    Raises: EncodingError if one cannot be read, or the data are given and the two do not both run.
+    """
+    one, other = quantized_source(first), quantized_source(second)
+    result = None if data is None else _outputs(one, other, in_memory(data, num_batches), forward)
+    return QuantizationDiff(one.name, other.name, tuple(_sites(one, other)), result)
+
+
+def _sites(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDifference]:
+    for name, encoding in one.encodings.items():
+        if name not in other.encodings:
+            yield SiteDifference(name, "not in the second")
+        elif (found := _site(name, encoding, other.encodings[name], one.constants, other.constants)) is not None:
+            yield found
+    yield from (SiteDifference(name, "not in the first") for name in other.encodings if name not in one.encodings)
+
+
+def _site(
+    name: str, before: Encoding, after: Encoding, constants: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> SiteDifference | None:
+    """The difference at one site; ``None`` if there is none."""
+    if before.spec != after.spec or before.scale.shape != after.scale.shape:
+        return SiteDifference(name, f"{before.spec} → {after.spec}")
+    ends = torch.stack([before.minimum - after.minimum, before.maximum - after.maximum]).double().abs()
+    steps = float((ends.amax(0) / before.scale.double()).max()) if before.scale.numel() else 0.0
+    flipped = elements = None
+    if name in constants and name in others and constants[name].shape == others[name].shape:
+        codes = [_codes(value[name], encoding) for value, encoding in ((constants, before), (others, after))]
+        flipped, elements = int((codes[0] != codes[1]).sum()), codes[0].numel()
+    changes = [*([] if before.equals(after) else ["range"]), *(["codes"] if flipped else [])]
+    return SiteDifference(name, ", ".join(changes), steps, flipped, elements) if changes else None
+
+
+def _codes(value: Tensor, encoding: Encoding) -> Tensor:
+    """The codes of quantized values; of formats without integer codes the multiples of the scale."""
+    block_size = encoding.spec.granularity.block_size(value.ndim)
+    multiples = value.double() / expand(encoding.scale, value.shape, block_size).double()
+    return multiples.float() if isinstance(encoding.spec.dtype, FloatDtype) else multiples.round()
+
+
+def _outputs(
+    one: QuantizedSource, other: QuantizedSource, batches: Iterable[Batch], forward: Forward | None
+) -> OutputDifference:
+    if one.model is not None and other.model is not None:
+        models = [each.model for each in (one, other) if each.model is not None]
+        runs: list[Iterator[object]] = [outputs(model, batches, forward=forward) for model in models]
+    elif len(one.files) == len(other.files) == 1:
+        runs = [_run(next(iter(each.files.values())), batches) for each in (one, other)]
+    else:
+        raise EncodingError("outputs are compared of two simulations, or of two single ONNX files; leave the data out, "
+                            f"or give such ({one.name}, {other.name})")
+    signal = noise = 0.0
+    equal = predictions = 0
+    for left, right in zip(*runs, strict=True):
+        pairs = [[leaf.detach().double().cpu() for leaf in pytree.tree_leaves(each)
+                  if isinstance(leaf, Tensor) and leaf.is_floating_point()] for each in (left, right)]
+        for index, (a, b) in enumerate(zip(*pairs, strict=True)):
+            finite = a.isfinite() & b.isfinite()
+            signal += float(a[finite].square().sum())
+            noise += float((a - b)[finite].square().sum())
+            if index == 0 and a.ndim > 1 and a.shape[-1] > 1:
+                equal += int((a.argmax(-1) == b.argmax(-1)).sum())
+                predictions += a.argmax(-1).numel()
+    sqnr = math.inf if noise == 0 else decibels(signal, noise)
+    return OutputDifference(sqnr, equal / predictions if predictions else None, "the data given")
+
+
+def _run(file: Path, batches: Iterable[Batch]) -> Iterator[object]:
+    """The outputs of an ONNX file for each batch, with the optimizations off."""
+    from qtk.runtimes.session import Optimizations, session_with  # loaded here: slow to import
+    from qtk.workflow.verify_files import inputs_by_name
+
+    session, _ = session_with(file, Optimizations.OFF)
+    names = [value.name for value in session.get_inputs()]
+    for batch in batches:
+        feed = {name: tensor.detach().cpu().numpy() for name, tensor in inputs_by_name(names, batch).items()}
+        yield [torch.from_numpy(each) for each in session.run(None, feed)]

@@ -1,0 +1,86 @@
+"""Differences of quantized models: what was planted is found, and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.core.encoding import Encoding
+from qtk.errors import EncodingError
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+
+def simulation(**settings):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), X, **settings)
+    sim.compute_encodings([X], progress=False)
+    return sim
+
+
+SIM = simulation()
+
+
+@pytest.mark.medium
+def test_equal_simulations_and_folders_have_no_difference(tmp_path):
+    SIM.save(tmp_path / "a")
+    simulation().save(tmp_path / "b")
+    for pair in ((SIM, simulation()), (tmp_path / "a", tmp_path / "b"), (SIM, tmp_path / "b")):
+        assert not qtk.diff(*pair)
+
+
+@pytest.mark.parametrize("site", SIM.encodings())
+@pytest.mark.parametrize("factor", [1.01, 2.0])
+def test_a_planted_scale_is_found_and_measured_in_steps(site, factor):
+    other = copy.deepcopy(SIM)
+    before = SIM.encodings()[site]
+    other.quantizers[site].load_encoding(Encoding(before.spec, before.scale * factor, before.zero_point))
+    found = qtk.diff(SIM, other, [X])
+    assert [each.site for each in found.sites] == [site]
+    zero_point = 0 if before.zero_point is None else before.zero_point
+    farthest = max(abs(before.spec.qmin - zero_point).max() if torch.is_tensor(zero_point) else abs(before.spec.qmin),
+                   abs(before.spec.qmax - zero_point).max() if torch.is_tensor(zero_point) else before.spec.qmax)
+    assert found.sites[0].steps == pytest.approx(float(farthest) * (factor - 1), rel=1e-3)
+    assert (found.sites[0].flipped is not None) == site.endswith("weight")
+    with torch.no_grad():
+        one, two = SIM.model(X).double(), other.model(X).double()
+    sqnr = 10 * torch.log10(one.square().sum() / (one - two).square().sum())
+    assert found.outputs.sqnr_db == pytest.approx(float(sqnr), abs=1e-3)
+    assert found.outputs.agreement == pytest.approx(float((one.argmax(1) == two.argmax(1)).double().mean()))
+
+
+@pytest.mark.medium
+def test_codes_that_flip_are_counted():
+    other = simulation()
+    with torch.no_grad():
+        weight = dict(other.model.named_parameters())["0.weight"]
+        weight[0, 0], weight[3, 1] = -weight[0, 0], weight[3, 1] * 0.5
+    (found,) = qtk.diff(SIM, other).sites
+    assert (found.site, found.change, found.flipped, found.elements) == ("0.weight", "codes", 2, 128)
+
+
+@pytest.mark.slow
+def test_formats_and_sites_of_one_alone_are_named():
+    found = qtk.diff(SIM, simulation(activation_bits=None))
+    assert {each.change for each in found.sites} == {"not in the second"}
+    found = qtk.diff(simulation(activation_bits=None), SIM)
+    assert {each.change for each in found.sites} == {"not in the first"}
+    found = qtk.diff(SIM, simulation(weight_bits=4))
+    assert [each.site for each in found.sites] == ["0.weight", "2.weight"]
+    assert found.sites[0].change.startswith("int8 per_channel(axis=0) symmetric → int4")
+
+
+@pytest.mark.slow
+def test_files_are_compared_and_run(tmp_path):
+    other = simulation()
+    other.set_range("1:out", low=0.0, high=1.0)
+    for name, sim in (("a", SIM), ("b", other)):
+        sim.export(tmp_path / name, formats=("onnx",), check=False)
+    assert not qtk.diff(tmp_path / "a", SIM)
+    found = qtk.diff(tmp_path / "a", tmp_path / "b" / "model.onnx", [(X, torch.zeros(64))])
+    assert "1:out" in {each.site for each in found.sites}
+    assert found.outputs.sqnr_db == pytest.approx(qtk.diff(SIM, other, [X]).outputs.sqnr_db, abs=0.1)
+    with pytest.raises(EncodingError, match="of two simulations, or of two single ONNX files"):
+        qtk.diff(SIM, tmp_path / "a", [X])
