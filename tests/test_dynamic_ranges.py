@@ -250,7 +250,7 @@ def test_the_comparison_has_no_unit_for_errors_of_moving_scales(net, x):
         ({"defaults": {"bias": INT8_TOKEN}}, "weights and biases do not change at run time"),
         ({"defaults": {"activation": {"dynamic": True, "range": [0.0, 1.0]}}}, "needs no range"),
         ({"defaults": {"activation": {"dynamic": True, "scheme": "mse"}}}, "needs no scheme"),
-        ({"defaults": {"activation": {"dynamic": True, "granularity": "per_channel"}}}, "per_tensor or per_token"),
+        ({"defaults": {"activation": {"dynamic": True, "granularity": "per_channel"}}}, "per_token or per_block"),
         ({"defaults": {"activation": {"dynamic": False, "granularity": "per_token"}}}, "leave one out"),
     ],
     ids=str,

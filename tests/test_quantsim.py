@@ -16,6 +16,7 @@ from qtk.calibration.calibrate import CalibrationData
 from qtk.errors import CalibrationError, CaptureError, CheckError, ConfigError, EncodingError, NotCalibratedError
 from qtk.quantizers.modes import in_mode
 from qtk.report.account import Account
+from qtk.report.data_report import CalibrationSize, DataReport
 from qtk.workflow.export import OnnxOptions
 
 
@@ -421,8 +422,8 @@ def test_reset_is_short_for_sequences():
 def test_it_is_one_class_whose_methods_are_its_own():
     assert [each.__name__ for each in qtk.QuantSim.__mro__] == ["QuantSim", "Settled", "object"]
     assert {name for name in dir(qtk.QuantSim) if not name.startswith("_")} == {
-        "check", "compare", "compute_encodings", "drift", "encodings", "export", "fix_ranges", "forget", "freeze",
-        "from_checkpoint", "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan",
+        "check", "compare", "compute_encodings", "data_report", "drift", "encodings", "export", "fix_ranges", "forget",
+        "freeze", "from_checkpoint", "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan",
         "plan_of", "quantizers", "range_parameters", "report", "save", "sensitivity", "set_range", "simulation",
         "to_original", "track_weights", "unfreeze", "verify_export", "weight_parameters",
     }
@@ -451,7 +452,8 @@ VERBS = {
     "drift": ("analysis.drift.drift", ([],), {"steps": 9, "forward": print, "progress": False}),
     "report": ("workflow.report.report", ("page", []), {
         "title": "t", "forward": print, "num_batches": 7, "sensitivity": False, "account": Account("top-1", 0.1),
-        "headline": {"a": "b"}, "force": True, "progress": False, "valid": "mask", "data_name": "some"}),
+        "headline": {"a": "b"}, "force": True, "progress": False, "valid": "mask", "data_name": "some",
+        "data_report": DataReport((CalibrationSize(1, 64, 0.8, 30.0, 0.25),), 1)}),
     "export": ("workflow.export.export", ("folder",), {
         "formats": "onnx", "force": True, "opset": 23, "check": False, "output_names": ["y"], "state_codes": True,
         "tokenizer": print}),

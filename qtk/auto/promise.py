@@ -80,7 +80,7 @@ class Promise:
         return float(self._differences(scores)[self._search].mean())
 
     def is_promising(self, scores: Tensor) -> bool:
-        """Whether the test will hold the drop if the samples that judge are like those of the search."""
+        """Whether the test will hold the drop if the samples that judge are like the samples of the search."""
         growth = _log_gains(self._differences(scores)[self._search], self.max_drop).mean(1).max()
         return float(growth) * self.judges >= self._log_limit(self.judged + 1)
 
@@ -99,7 +99,7 @@ class Promise:
         return high
 
     def samples_needed(self, scores: Tensor | None) -> int | None:
-        """About how many samples hold the drop of a setting, those of the search among them; ``None``: no number does.
+        """About how many samples hold the drop of a setting, with the samples of the search; ``None``: no number does.
 
         ``scores``: of the setting; ``None``: of one that changes none.
         """

@@ -98,7 +98,7 @@ class TrialBuilder:
         return in_both >= MOST * in_plan
 
     def relative_cost(self, sim: QuantSim) -> float | None:
-        """About how long the matrix products of ``sim`` take, over those of float; ``None`` of a model without any.
+        """About how long the matrix products of ``sim`` take over those in float; ``None`` of a model without any.
 
         A product counts by its multiplications and the bits of its wider operand, 32 of one that is not quantized and 8
         at least: runtimes have no faster kernels for fewer.

@@ -42,7 +42,7 @@ class QuantSpec:
         dynamic: dynamic quantization: each tensor, each of its rows (``PerToken``) or blocks (``PerTokenBlock``), has
             its own range at run time.
         scale_format: how the scales of blocks are stored; ``None``: as float32. Of ``PerTokenBlock`` and E4M3 without
-            ``dynamic``, the calibrated scale is that of the largest block: 448 times the scale of the tensor.
+            ``dynamic``, the calibrated scale belongs to the largest block: 448 times the scale of the tensor.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
     >>> spec.qmin, spec.qmax
@@ -80,7 +80,7 @@ class QuantSpec:
         if isinstance(self.granularity, PerToken) and not self.dynamic:
             raise SpecError("PerToken() is for dynamic quantization: the number of tokens varies; use dynamic=True")
         if isinstance(self.granularity, PerTokenBlock) and not self.dynamic and self.scale_format != ScaleFormat.E4M3:
-            raise SpecError(f"{self.granularity} has a calibrated scale beside those of its blocks only if these are "
+            raise SpecError(f"{self.granularity} has a calibrated scale beside scales of blocks only if these are "
                             "e4m3; use dynamic=True")
 
     @property

@@ -116,7 +116,7 @@ class _Scales:
             codes, encoding.scale.flatten(), self.index, state.error, descent.half_gradient, block=self.block,
             product=self.product,
         )
-        changed = replace(encoding, scale=scales.reshape(encoding.scale.shape))
+        changed = encoding.with_scale(scales.reshape(encoding.scale.shape), encoding.zero_point)
         grid = replace(state, encoding=changed).grid()
         descent.rounded.copy_(grid.nearest(codes * grid.scale))
         torch.sub(self.weight, descent.rounded, out=descent.change)

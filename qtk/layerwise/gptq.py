@@ -26,6 +26,8 @@ MOST_CODES = 16
 """Codes of weights whose scales are chosen anew, at most."""
 STEPS = 12
 """Ranges tried for each scale."""
+WIDEST = 1.15
+"""The widest of them over the range of the weights, to which errors of other weights are added."""
 ROUNDS = 2
 """Of choosing the scales for what was rounded with those before."""
 
@@ -126,13 +128,16 @@ def _half_spans(state: LayerState, index: Tensor) -> Encoding:
 
 
 def _of_targets(state: LayerState, index: Tensor, target: Tensor, power: Tensor) -> Encoding:
-    """The encoding with which rounding the targets costs least."""
+    """The encoding with which rounding the targets costs least.
+
+    The ranges tried follow from the weights alone, so that the last bits of statistics do not reach the scales.
+    """
     spec, shape = state.encoding.spec, (index.numel(), -1)
     values, weights = target.reshape(shape), power.reshape(shape)
     if state.zeros is not None:
         weights = weights * ~weight_to_gemm(state.zeros, state.geometry).reshape(shape)
-    low, high = (values * (weights > 0)).to(torch.float64).aminmax(dim=1)
-    scales, zero_points = narrower_ranges(low, high, spec, STEPS)
+    low, high = state.to_gemm(state.unrounded).reshape(shape).to(torch.float64).aminmax(dim=1)
+    scales, zero_points = narrower_ranges(WIDEST * low, WIDEST * high, spec, STEPS)
     errors = candidate_errors(values, scales, zero_points, (1, -1), int(spec.qmin), int(spec.qmax), importance=weights)
     best = errors.argmin(0, keepdim=True)
     return _replaced(state.encoding, index, scales.gather(0, best)[0],
@@ -146,8 +151,8 @@ def _replaced(encoding: Encoding, index: Tensor, scale: Tensor, zero_point: Tens
         return present.flatten().index_copy(0, index.flatten(), found).reshape(present.shape)
 
     present = encoding.zero_point
-    return replace(encoding, scale=in_place(encoding.scale, scale),
-                   zero_point=None if present is None or zero_point is None else in_place(present, zero_point))
+    return encoding.with_scale(in_place(encoding.scale, scale),
+                               None if present is None or zero_point is None else in_place(present, zero_point))
 
 
 def _mixed(encoding: Encoding, other: Encoding, index: Tensor, takes_other: Tensor) -> Encoding:

@@ -178,7 +178,7 @@ class _RangeSearch:
             for table in (scale_candidates.scales, scale_candidates.zero_points)
         )
         assert scale is not None
-        return Encoding(self._encoding.spec, scale, zero_point)
+        return self._encoding.with_scale(scale, zero_point)
 
     def _log_error(self, state: LayerState, order: Tensor | slice) -> LogError:
         """With the squares of (X - X̂) w and of X w, which do not depend on the candidate."""

@@ -2,7 +2,7 @@
 
 Each function returns the dequantized scales in float32; fake-quantizing in blocks with these simulates the format: MX
 is ``power_of_two`` and blocks of 32, NVFP4 is ``float8`` and blocks of 16 with ``fp4_e2m1``, LPBQ is
-``integer_multiples`` and int4. ``run_time_scales`` are those of activations.
+``integer_multiples`` and int4. ``run_time_scales`` finds the scales of activations.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def largest_exponent(format: FloatDtype) -> int:
 def power_of_two(amax: Tensor, element_exponent: int, mantissa_bits: int | None = None) -> Tensor:
     """MX scales: ``2^(⌊log2 amax⌋ - element_exponent)``, exponents -127…127 (E8M0); NaN where ``amax`` is not finite.
 
-    OCP Microscaling Formats 1.0, section 6.3. With ``mantissa_bits`` the exponent is that of ``amax`` rounded to so
+    OCP Microscaling Formats 1.0, section 6.3. With ``mantissa_bits`` the exponent belongs to ``amax`` rounded to so
     many, ties up, so that the largest of a block is clipped by no more than its rounding: 7 with one bit is 8.
 
     Shape: ``amax``, the largest magnitude of each block, float32, any; result the same.

@@ -23,7 +23,7 @@ class Trial:
         reason: why it was not kept; ``None`` if it was.
         size_bytes: of the parameters, as they are stored; ``None`` if the trial failed.
         latency_ms: of one call in the runtime; ``None`` if it was not measured.
-        cost: about how long its matrix products take over those of float, by multiplications and bits; ``None`` if the
+        cost: about how long its matrix products take over those in float, by multiplications and bits; ``None`` if the
             trial failed.
         bound: the drop is at most that, with the confidence asked for, by samples that the search does not see;
             ``None`` if it was not judged.

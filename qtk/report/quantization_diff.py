@@ -31,7 +31,7 @@ class SiteDifference:
 
 @dataclass(frozen=True, slots=True)
 class OutputDifference:
-    """How far the outputs of the second model are from those of the first.
+    """How far the outputs of the second model are from the outputs of the first.
 
     Args:
         sqnr_db: all outputs together; inf where they are equal.

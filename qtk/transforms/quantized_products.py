@@ -106,7 +106,7 @@ def _rounding(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantizes a smoothed value, given the scale that it was divided by, in the range that calibration would find.
 
-    Blocks are along ``axis``, that of the channels: samples may be rows of the value.
+    Blocks are along ``axis``, the channel axis: samples may be rows of the value.
     """
     if decided is None:
         return lambda x, scale: x

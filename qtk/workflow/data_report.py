@@ -54,8 +54,8 @@ def data_report(
     ([7], [1, 2, 4, 8, 9])
 
     The last quarter of the batches judges. Encodings of activations are computed with the scheme of the simulation,
-    those of weights once; what is frozen stays. A batch stands out if mean, deviations and extremes of the float values
-    at the sites are far from those of the median batch (``qtk.algorithms.odd_rows``).
+    the encodings of weights once; frozen ones stay. A batch stands out if mean, deviations and extremes of its float
+    values at the sites are far from the median batch (``qtk.algorithms.odd_rows``).
 
     Args:
         sim: a ``QuantSim``, calibrated or not; it stays as it is.

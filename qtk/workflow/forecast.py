@@ -97,13 +97,13 @@ def forecast(
     simulation: Simulation, methods: Sequence[LayerwiseMethod] = (), *, batches: int = 1, scale: float = 1.0,
     options: LayerwiseOptions = DEFAULT,
 ) -> Forecast:
-    """The forecast of a layer-wise run; without methods that of rounding weights and writing them.
+    """The forecast of a layer-wise run; without methods the forecast of rounding and writing weights.
 
     Args:
         simulation: its model may be on the meta device.
         methods: as for ``apply_layerwise``.
         batches: calls of the model.
-        scale: elements of one call over those of the example inputs.
+        scale: elements of one call over the elements of the example inputs.
         options: of the run.
 
     Raises: CalibrationError if there is no layer to work on.

@@ -46,6 +46,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "core/encoding.py": {
         "bool(self._is_valid())": "one look at an encoding that a user makes; calibrations make theirs on the CPU",
+        "torch.equal(self.scale.to(dtype).to(torch.float32), self.scale)": "by layer-wise methods, once a layer",
         "bool(_are_positive(self.scale))": AN_ERROR,
         "torch.equal(self.scale, other.scale)": "that is what is asked for",
         "torch.equal(self.zero_point, other.zero_point)": "that is what is asked for",

@@ -383,7 +383,7 @@ def deep(tmp_path_factory):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("factor", "level", "cause"), [
-    (1 + 2e-4, Level.YELLOW, "given the values of the simulation, each of its 5 ops computes those of the simulation"),
+    (1 + 2e-4, Level.YELLOW, "each of its 5 ops computes the values of the simulation"),
     (1.1, Level.RED, "given the values of the simulation, layers.0:out departs"),
 ])
 def test_the_op_that_departs_is_told_from_what_the_model_amplifies(deep, factor, level, cause, tmp_path):
