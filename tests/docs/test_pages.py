@@ -174,11 +174,29 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted([*PAGES, "reference-config.md", "reference-recipe.md"])
 
 
+def anchors(path: Path) -> set[str]:
+    """The names under which the headings of a page are linked to."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+GENERATED = ("reference-config.md", "reference-recipe.md")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_anchor_of_a_page_is_a_heading(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([\w.-]*\.md)?#([^)]+)\)", page(name))
+    assert [f"{link}#{anchor}" for link, anchor in links
+            if link not in GENERATED and anchor not in anchors(DOCS / (link or name))] == []
+
+
 @pytest.mark.parametrize("path", ["README.md", "docs/llms.txt"])
 def test_every_link_leads_to_a_file(path: str) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / path).read_text(encoding="utf-8"))
+    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)", (ROOT / path).read_text(encoding="utf-8"))
     assert links
-    assert [link for link in links if not ((ROOT / path).parent / link).is_file()] == []
+    files = {link: (ROOT / path).parent / link for link, _ in links}
+    assert [link for link, file in files.items() if not file.is_file()] == []
+    assert [f"{link}#{anchor}" for link, anchor in links if anchor and anchor not in anchors(files[link])] == []
 
 
 def test_a_planted_fault_is_found() -> None:
