@@ -26,8 +26,8 @@ MOST_CODES = 16
 """Codes of weights whose scales are chosen anew, at most."""
 STEPS = 12
 """Ranges tried for each scale."""
-WIDEST = 1.15
-"""The widest of them over the range of the weights, to which errors of other weights are added."""
+WIDEST = 1.4
+"""The widest of them over the range of the weights, to which errors of other weights are added: of 2 bits up to half of it."""
 ROUNDS = 2
 """Of choosing the scales for what was rounded with those before."""
 
