@@ -27,7 +27,7 @@ MOST_CODES = 16
 STEPS = 12
 """Ranges tried for each scale."""
 WIDEST = 1.4
-"""The widest of them over the range of the weights, to which errors of other weights are added: of 2 bits up to half of it."""
+"""The widest of them over the range of the weights, which the errors of other weights widen: by half with 2 bits."""
 ROUNDS = 2
 """Of choosing the scales for what was rounded with those before."""
 
