@@ -35,7 +35,7 @@ class TensorSetting(BaseModel):
         block_size: length of a block along the input-channel axis, of an activation the axis that the product which
             reads it sums over; with ``per_block`` and only there.
         remainder: what becomes of a tensor whose input channels ``block_size`` does not divide: ``float``; left out, it
-            is an error.
+            is an error for a weight, and the last block of an activation is shorter.
         narrow_range: exclude the lowest code.
         reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of
             other widths keep their range.

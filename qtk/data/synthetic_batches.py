@@ -84,7 +84,7 @@ def synthetic_batches(
         if leaf.is_floating_point():
             kinds.add("floats")
             return torch.randn(shape, generator=generator).to(leaf)
-        size = next((size for tensor, size in vocabularies if tensor is leaf), None)
+        size = min((size for tensor, size in vocabularies if tensor is leaf), default=None)
         if size is not None:
             kinds.add("tokens")
             return torch.randint(size, shape, generator=generator).to(leaf)
@@ -93,18 +93,30 @@ def synthetic_batches(
     batches = [pytree.tree_map(made, example) for _ in range(num_batches)]
     if not kinds:
         raise CalibrationError("no input of the model is a tensor of floats, or read by an embedding: give data")
-    if norms and "floats" in kinds:
+    reached = _reached(model, norms, batches[0]) if "floats" in kinds else 0
+    if reached:
         batches = [_matched(model, norms, batch, steps) for batch in batches]
-        made_from = f"the statistics of {len(norms)} batch {'norm' if len(norms) == 1 else 'norms'}"
+        made_from = f"the statistics of {reached} batch {'norm' if reached == 1 else 'norms'}"
     else:
         made_from = " and ".join({"floats": "normal noise", "tokens": "random tokens"}[kind] for kind in sorted(kinds))
     return SyntheticBatches(batches, made_from)
 
 
+def _reached(model: nn.Module, norms: Sequence[nn.Module], batch: object) -> int:
+    """How many batch norms run in eval mode; 0 if the inputs of floats reach none of them."""
+    inputs = _floats(batch)
+    with evaluating(model), torch.enable_grad(), _listening(norms) as seen:
+        run_batch(model, batch)
+        losses = [each for each in seen if each.requires_grad]
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), inputs, allow_unused=True) if losses else ()
+    for each in inputs:
+        each.requires_grad_(False)
+    return min(len(seen), len(norms)) if any(each is not None for each in gradients) else 0
+
+
 def _matched(model: nn.Module, norms: Sequence[nn.Module], batch: object, steps: int) -> object:
     """``batch`` with inputs of floats whose statistics in front of the batch norms are those that these hold."""
-    inputs = [leaf.requires_grad_() for leaf in pytree.tree_leaves(batch)
-              if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    inputs = _floats(batch)
     optimizer = torch.optim.Adam(inputs, lr=RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     with evaluating(model), torch.enable_grad(), _listening(norms) as seen:
@@ -112,12 +124,18 @@ def _matched(model: nn.Module, norms: Sequence[nn.Module], batch: object, steps:
             seen.clear()
             optimizer.zero_grad()
             run_batch(model, batch)
-            loss = torch.stack(seen).sum()
-            for each, gradient in zip(inputs, torch.autograd.grad(loss, inputs), strict=True):
+            gradients = torch.autograd.grad(torch.stack(seen).sum(), inputs, allow_unused=True)
+            for each, gradient in zip(inputs, gradients, strict=True):
                 each.grad = gradient
             optimizer.step()
             schedule.step()
     return detached(batch)
+
+
+def _floats(batch: object) -> list[Tensor]:
+    """The inputs of floats, which then require gradients."""
+    return [leaf.requires_grad_() for leaf in pytree.tree_leaves(batch)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextmanager
@@ -131,7 +149,10 @@ def _listening(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         assert norm.running_var is not None
         x = inputs[0].movedim(1, 0).flatten(1)
         mean, deviation = norm.running_mean, norm.running_var.sqrt() + norm.eps
-        seen.append((((x.mean(1) - mean) / deviation).square() + (x.std(1) / deviation - 1).square()).mean())
+        loss = ((x.mean(1) - mean) / deviation).square()
+        if x.shape[1] > 1:  # one value has no deviation
+            loss = loss + (x.std(1) / deviation - 1).square()
+        seen.append(loss.mean())
 
     handles = [norm.register_forward_pre_hook(record) for norm in norms]
     try:
@@ -148,8 +169,9 @@ def _vocabularies(model: nn.Module, example: object) -> list[tuple[Tensor, int]]
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(module, nn.Embedding)
-        found.extend((leaf, module.num_embeddings) for leaf in leaves
-                     if leaf.shape == inputs[0].shape and bool((leaf == inputs[0]).all()))
+        alias = [leaf for leaf in leaves if leaf.data_ptr() == inputs[0].data_ptr()]
+        equal = [leaf for leaf in leaves if leaf.shape == inputs[0].shape and bool((leaf == inputs[0]).all())]
+        found.extend((leaf, module.num_embeddings) for leaf in alias or equal)
 
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     handles = [module.register_forward_pre_hook(record) for module in embeddings]

@@ -17,6 +17,7 @@ from qtk.core.granularity import PerBlock, PerTokenBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 from qtk.numerics.blocks import split_shape
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.minifloat import round_to
 
 _E4M3 = DTYPES["fp8_e4m3"]
@@ -148,7 +149,7 @@ def run_time_scales(x: Tensor, sizes: Sequence[int], spec: QuantSpec, scale: Ten
         return stored(amax, amax, spec)
     if scale is None:
         largest = amax.amax().to(torch.float32)
-        divisor = torch.where(largest > 0, LARGEST_E4M3 * spec.qmax / largest, 1.0)
+        divisor = torch.where(largest > 0, LARGEST_E4M3 * spec.qmax / largest.clamp(min=SMALLEST_SCALE), 1.0)  # finite
     else:
         divisor = LARGEST_E4M3 / scale
     assert isinstance(_E4M3, FloatDtype)

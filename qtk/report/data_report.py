@@ -55,7 +55,8 @@ class DataReport:
 
     Args:
         sizes: calibrations with ever more batches.
-        recommended: batches after which neither predictions nor error change; ``None``: more than there are.
+        recommended: batches after which neither predictions nor error change; ``None``: more than there are, or only
+            one calibrates.
         odd: the batches that stand out, the oddest first.
         silent: site of activations → its channels that are 0 in all samples.
         experts: weight with a matrix for each expert → the rows (tokens) that reached each.
@@ -82,7 +83,9 @@ class DataReport:
     def verdict(self) -> str:
         """Whether the data are enough, in words."""
         most = self.sizes[-1].batches
-        if self.recommended is None:
+        if self.recommended is None and len(self.sizes) == 1:
+            text = "one batch calibrates, which shows nothing: give more batches, or smaller ones"
+        elif self.recommended is None:
             text = f"{most} batches are not enough: the last ones still change the result; give twice as many"
         else:
             text = f"{self.recommended} {'batch is' if self.recommended == 1 else 'batches are'} enough"

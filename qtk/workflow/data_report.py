@@ -85,7 +85,7 @@ def data_report(
         used = CalibrationData(like(calibration, items[:count]), None, forward, None, progress, valid)
         sites = None if count == len(items) else seen.names
         compute_encodings(trial, used, sites=sites, only_missing=False)
-        predictions = [_predictions(each) for each in outputs(trial.simulation.model, judges, forward=forward)]
+        predictions = [predictions_of(each) for each in outputs(trial.simulation.model, judges, forward=forward)]
         last = last or predictions
         sizes.append(CalibrationSize(count, sum(map(_samples, items[:count])), seen.range_share(count, len(items)),
                                      sqnr_db(expected.error(trial.simulation.model)), _changed(predictions, last)))
@@ -99,8 +99,8 @@ def data_report(
 def recommended(sizes: list[CalibrationSize], predictions: int) -> int | None:
     """The least number of batches from which on predictions, or the error where there are none, change no more.
 
-    ``None`` if that is the last number: nobody knows what more batches would change. ``predictions``: how many judge,
-    of which one may change.
+    ``None`` if that is the last number, as where there is only one: nobody knows what more batches would change.
+    ``predictions``: how many judge, of which one may change.
     """
     last = sizes[-1]
 
@@ -111,7 +111,7 @@ def recommended(sizes: list[CalibrationSize], predictions: int) -> int | None:
 
     unsettled = [index for index, each in enumerate(sizes) if not is_settled(each)]
     first = unsettled[-1] + 1 if unsettled else 0
-    return None if first == len(sizes) - 1 and first else sizes[first].batches
+    return None if first == len(sizes) - 1 else sizes[first].batches
 
 
 class _Seen:
@@ -210,10 +210,16 @@ def _joined(parts: list[tuple[float, ...]]) -> tuple[float, ...]:
     return mean, deviation, min(part[4] for part in parts), max(part[5] for part in parts), between / count
 
 
-def _predictions(output: object) -> Tensor | None:
-    """The classes with the largest scores, of the first output that has any; ``None`` if none has."""
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1:
+def predictions_of(output: object) -> Tensor | None:
+    """The classes with the largest scores, of the first output that has any; ``None`` if none has.
+
+    Where no output is of floats, the integers of the first are the classes.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if tensors and not any(leaf.is_floating_point() for leaf in tensors):
+        return tensors[0].flatten().cpu()
+    for leaf in tensors:
+        if leaf.is_floating_point() and leaf.ndim > 1:
             axis = 1 if leaf.ndim > 3 else leaf.ndim - 1
             return leaf.argmax(axis).flatten().cpu() if leaf.shape[axis] > 1 else None
     return None

@@ -16,10 +16,12 @@ from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.errors import EncodingError
 from qtk.graph.simulation import HasSimulation
 from qtk.numerics.affine import expand
+from qtk.numerics.effective import effective_scale
 from qtk.numerics.error import decibels
 from qtk.public import public
 from qtk.report.quantization_diff import OutputDifference, QuantizationDiff, SiteDifference
 from qtk.torch_private import pytree
+from qtk.workflow.data_report import predictions_of
 from qtk.workflow.quantized_source import QuantizedSource, quantized_source
 
 
@@ -43,7 +45,7 @@ def diff(
 
     Folders of ``sim.save``, of ``sim.export``, of ``qtk quantize``, and single ``.onnx`` and ``encodings.json`` files
     are compared by the names of their sites. Outputs are compared where both run on the data: two simulations, or two
-    ONNX files in ONNX Runtime without optimizations.
+    ONNX files in ONNX Runtime without optimizations. What stays float, as biases, shows in the outputs alone.
 
     Args:
         first: the one from which differences are told.
@@ -60,20 +62,25 @@ def diff(
 
 
 def _sites(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDifference]:
-    for name, encoding in one.encodings.items():
-        if name not in other.encodings:
+    before, after = one.specs, other.specs
+    for name, spec in before.items():
+        if name not in after:
             yield SiteDifference(name, "not in the second")
-        elif (found := _site(name, encoding, other.encodings[name], one.constants, other.constants)) is not None:
+        elif spec != after[name]:
+            yield SiteDifference(name, f"{spec} → {after[name]}")
+        elif name in one.encodings and (
+            found := _site(name, one.encodings[name], other.encodings[name], one.constants, other.constants)
+        ) is not None:
             yield found
-    yield from (SiteDifference(name, "not in the first") for name in other.encodings if name not in one.encodings)
+    yield from (SiteDifference(name, "not in the first") for name in after if name not in before)
 
 
 def _site(
     name: str, before: Encoding, after: Encoding, constants: Mapping[str, Tensor], others: Mapping[str, Tensor]
 ) -> SiteDifference | None:
     """The difference at one site; ``None`` if there is none."""
-    if before.spec != after.spec or before.scale.shape != after.scale.shape:
-        return SiteDifference(name, f"{before.spec} → {after.spec}")
+    if before.scale.shape != after.scale.shape:
+        return SiteDifference(name, f"scales {[*before.scale.shape]} → {[*after.scale.shape]}")
     ends = torch.stack([before.minimum - after.minimum, before.maximum - after.maximum]).double().abs()
     steps = float((ends.amax(0) / before.scale.double()).max()) if before.scale.numel() else 0.0
     flipped = elements = None
@@ -87,8 +94,8 @@ def _site(
 def _codes(value: Tensor, encoding: Encoding) -> Tensor:
     """The codes of quantized values; of formats without integer codes the multiples of the scale."""
     block_size = encoding.spec.granularity.block_size(value.ndim)
-    multiples = value.double() / expand(encoding.scale, value.shape, block_size).double()
-    return multiples.float() if isinstance(encoding.spec.dtype, FloatDtype) else multiples.round()
+    multiples = value.double() / expand(effective_scale(encoding.scale), value.shape, block_size).double()
+    return multiples.bfloat16() if isinstance(encoding.spec.dtype, FloatDtype) else multiples.round()
 
 
 def _outputs(
@@ -105,17 +112,28 @@ def _outputs(
     signal = noise = 0.0
     equal = predictions = 0
     for left, right in zip(*runs, strict=True):
-        pairs = [[leaf.detach().double().cpu() for leaf in pytree.tree_leaves(each)
-                  if isinstance(leaf, Tensor) and leaf.is_floating_point()] for each in (left, right)]
-        for index, (a, b) in enumerate(zip(*pairs, strict=True)):
-            finite = a.isfinite() & b.isfinite()
-            signal += float(a[finite].square().sum())
-            noise += float((a - b)[finite].square().sum())
-            if index == 0 and a.ndim > 1 and a.shape[-1] > 1:
-                equal += int((a.argmax(-1) == b.argmax(-1)).sum())
-                predictions += a.argmax(-1).numel()
-    sqnr = math.inf if noise == 0 else decibels(signal, noise)
+        values = [_values(each) for each in (left, right)]
+        shapes = [[tuple(each.shape) for each in some] for some in values]
+        if shapes[0] != shapes[1]:
+            raise EncodingError(f"the outputs have shapes {shapes[0]} and {shapes[1]}: leave the data out, or give two "
+                                "models with the same outputs")
+        for a, b in zip(*values, strict=True):
+            same = (a == b) | (a.isnan() & b.isnan())
+            signal += float(a[a.isfinite()].square().sum())
+            noise += float(torch.where(same, 0.0, a - b).square().nan_to_num(math.inf, math.inf).sum())
+        classes = [predictions_of(each) for each in (left, right)]
+        if classes[0] is not None and classes[1] is not None:
+            equal += int((classes[0] == classes[1]).sum())
+            predictions += classes[0].numel()
+    sqnr = math.inf if noise == 0 else -math.inf if noise == math.inf else decibels(signal, noise)
     return OutputDifference(sqnr, equal / predictions if predictions else None, "the data given")
+
+
+def _values(output: object) -> list[Tensor]:
+    """The floats of an output; its integers, as classes that are predicted, where it has no floats."""
+    tensors = [leaf.detach().cpu() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    floats = [each for each in tensors if each.is_floating_point()]
+    return [each.double() for each in floats or tensors]
 
 
 def _run(file: Path, batches: Iterable[Batch]) -> Iterator[object]:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
 from qtk.export import encodings_json
 from qtk.export.simulated_sites import simulated_sites
 from qtk.graph.graphs import roots
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.simulation import HasSimulation
+from qtk.numerics.effective import effective_scale
+from qtk.ops.simulate import simulate
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow import store
 
@@ -29,6 +33,7 @@ class QuantizedSource:
         name: in messages.
         encodings: site → encoding.
         constants: site of a weight → its quantized value, float32.
+        dynamic: site of dynamic quantization → spec.
         model: what runs; ``None`` of files.
         files: the ONNX files, by the name that their sites have in front.
     """
@@ -36,8 +41,14 @@ class QuantizedSource:
     name: str
     encodings: Mapping[str, Encoding]
     constants: Mapping[str, Tensor]
+    dynamic: Mapping[str, QuantSpec] = field(default_factory=dict)
     model: nn.Module | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> dict[str, QuantSpec]:
+        """Site → spec, of all sites."""
+        return {**{name: each.spec for name, each in self.encodings.items()}, **self.dynamic}
 
 
 def quantized_source(given: HasSimulation | str | os.PathLike[str]) -> QuantizedSource:
@@ -64,57 +75,71 @@ def quantized_source(given: HasSimulation | str | os.PathLike[str]) -> Quantized
 
 def _of_simulation(sim: HasSimulation) -> QuantizedSource:
     simulation = sim.simulation
-    encodings = {site.name: each for site, quantizer in simulation.quantizers.items()
-                 if (each := quantizer.encoding) is not None and quantizer.mode is Mode.SIMULATE}
+    active = {site.name: each for site, each in simulation.quantizers.items() if each.mode is Mode.SIMULATE}
+    encodings = {name: each for name, quantizer in active.items() if (each := quantizer.encoding) is not None}
+    dynamic = {name: quantizer.spec for name, quantizer in active.items() if quantizer.spec.dynamic}
     constants = {}
     for graph in roots(simulation.model).values():
         for site in simulated_sites(graph):
             if site.constant is not None:
                 constants[site.name] = _quantized(site.quantizer, site.constant)
-    return QuantizedSource("the simulation", encodings, constants, simulation.model)
+    return QuantizedSource("the simulation", encodings, constants, dynamic, simulation.model)
 
 
 def _of_saved(path: Path) -> QuantizedSource:
     stored = store.load(path)
     keys = {name.partition(f"{QUANTIZERS}.")[2]: name for name in stored.state if QUANTIZERS in name.split(".")}
-    encodings, constants = {}, {}
-    for site, decided in stored.plan.items():
-        leader = (decided.leader or site).name
-        scale = keys.get(f"{leader}.scale")
-        if scale is None or decided.spec.dynamic or decided.factors is not None:
-            continue
-        zero_point = None if decided.spec.symmetric else stored.state[keys[f"{leader}.zero_point"]].round().int()
-        encodings[site.name] = encoding = Encoding(decided.spec, stored.state[scale].float(), zero_point)
-        if site.name in stored.state:
-            quantizer = Quantizer(decided.spec, site=site.name)
-            quantizer.load_encoding(encoding)
-            quantizer.mode = Mode.SIMULATE
-            constants[site.name] = _quantized(quantizer, stored.state[site.name])
-    return QuantizedSource(str(path), encodings, constants)
+    bypassed = stored.flags.get(store.BYPASSED, ())
+    active = {site: decided for site, decided in stored.plan.items() if site.name not in bypassed}
+    encodings: dict[str, Encoding] = {}
+
+    def scale_of(site: Site) -> Tensor | None:
+        decided = stored.plan[site]
+        if decided.factors is not None:
+            factors = [scale for scale in map(scale_of, decided.factors) if scale is not None]
+            return factors[0] * factors[1] if len(factors) == 2 else None
+        key = keys.get(f"{(decided.leader or site).name}.scale")
+        return None if key is None else effective_scale(stored.state[key].float())
+
+    for site, decided in active.items():
+        scale = None if decided.spec.dynamic else scale_of(site)
+        if scale is not None:
+            zero_point = None if decided.spec.symmetric else stored.state[
+                keys[f"{(decided.leader or site).name}.zero_point"]].round().int()
+            encodings[site.name] = Encoding(decided.spec, scale, zero_point)
+    constants = {name: simulate(stored.state[name], each.spec, each.scale, each.zero_point).float()
+                 for name, each in encodings.items() if name in stored.state}
+    dynamic = {site.name: decided.spec for site, decided in active.items() if decided.spec.dynamic}
+    return QuantizedSource(str(path), encodings, constants, dynamic)
 
 
 def _of_files(path: Path, files: list[Path]) -> QuantizedSource:
-    encodings, constants = {}, {}
+    encodings, constants, dynamic = dict[str, Encoding](), dict[str, Tensor](), dict[str, QuantSpec]()
     prefixes = {file: "" if len(files) == 1 else f"{file.relative_to(path).with_suffix('').as_posix()}/"
                 for file in files}
     for file, prefix in prefixes.items():
         for name, encoding, constant in _sites_in(file):
-            encodings[prefix + name] = encoding
+            if isinstance(encoding, QuantSpec):
+                dynamic[prefix + name] = encoding
+            else:
+                encodings[prefix + name] = encoding
             if constant is not None:
                 constants[prefix + name] = constant
     onnx_files = {prefix: file for file, prefix in prefixes.items() if file.suffix == ".onnx"}
-    return QuantizedSource(str(path), encodings, constants, files=onnx_files)
+    return QuantizedSource(str(path), encodings, constants, dynamic, files=onnx_files)
 
 
-def _sites_in(file: Path) -> Iterator[tuple[str, Encoding, Tensor | None]]:
+def _sites_in(file: Path) -> Iterator[tuple[str, Encoding | QuantSpec, Tensor | None]]:
+    """The name of each site, its encoding, or its spec if it has dynamic quantization, and its constant."""
     if file.suffix == ".onnx":
         from qtk.export.onnx.stored_sites import stored_sites  # loaded here: slow to import
 
         for site in stored_sites(file):
-            if site.encoding is not None:
-                yield site.name, site.encoding, site.constant()
+            yield site.name, site.encoding or site.spec, None if site.encoding is None else site.constant()
     else:
-        yield from ((name, encoding, None) for name, encoding in encodings_json.read(file).items())
+        content = encodings_json.parse(encodings_json.load_object(file), str(file))
+        yield from ((name, encoding, None) for name, encoding in content.encodings.items())
+        yield from ((name, spec, None) for name, spec in content.dynamic.items())
 
 
 def _quantized(quantizer: Quantizer, value: Tensor) -> Tensor:

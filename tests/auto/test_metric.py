@@ -23,11 +23,11 @@ def test_a_number_has_no_promise_and_scores_have_one():
     assert (drop, scores) == (0.0, [1.0, 0.0, 1.0, 1.0])
 
 
-def test_the_search_sees_a_third_of_the_samples():
+def test_the_search_sees_a_quarter_of_the_samples():
     results = iter([torch.ones(300), torch.ones(300), torch.arange(300) % 2])
     drop, scores = metric(lambda model: next(results)).drop(MODEL, "step")
     assert 0.4 < drop < 0.6
-    assert drop * 100 == pytest.approx(round(drop * 100))
+    assert drop * 75 == pytest.approx(round(drop * 75))
     assert len(scores) == 300
 
 

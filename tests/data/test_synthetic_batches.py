@@ -48,6 +48,56 @@ def test_tokens_are_of_the_vocabulary_and_masks_stay():
     assert torch.equal(batches[2]["mask"], mask.expand(8, 6))
 
 
+class Segments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.segments = nn.Embedding(900, 4), nn.Embedding(2, 4)
+
+    def forward(self, ids, segments):
+        return self.words(ids) + self.segments(segments)
+
+
+def test_inputs_of_equal_values_have_the_vocabulary_of_their_own_embedding():
+    (batch,) = qtk.synthetic_batches(Segments().eval(), (torch.zeros(1, 6).long(), torch.zeros(1, 6).long()),
+                                     num_batches=1)
+    assert batch[0].max() > 100
+    assert batch[1].max() == 1
+
+
+class Beside(nn.Module):
+    """A batch norm that one of two inputs reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(5, 4)
+
+    def forward(self, x, y):
+        return self.norm(x) + self.linear(y)
+
+
+class Unused(nn.Module):
+    """A batch norm that runs in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x) if self.training else 2 * x
+
+
+@pytest.mark.parametrize(("model", "example", "batch_size", "made_from"), [
+    (nn.BatchNorm1d(4), torch.zeros(1, 4), 1, "the statistics of 1 batch norm"),
+    (Beside(), (torch.zeros(1, 4), torch.zeros(1, 5)), 3, "the statistics of 1 batch norm"),
+    (Unused(), torch.zeros(1, 4), 3, "normal noise"),
+])
+def test_one_sample_and_norms_that_some_inputs_do_not_reach(model, example, batch_size, made_from):
+    made = qtk.synthetic_batches(model.eval(), example, num_batches=1, batch_size=batch_size, steps=2)
+    tensors = [made[0]] if torch.is_tensor(made[0]) else made[0]
+    assert all(each.isfinite().all() and not each.requires_grad for each in tensors)
+    assert made.made_from == made_from
+
+
 @pytest.mark.medium
 def test_the_seed_decides_and_a_report_names_them():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()

@@ -116,3 +116,9 @@ def test_a_million_values_have_the_codes_of_compressed_tensors(name, kind):
     assert torch.equal(simulate(x, spec, calibrated) if is_nvfp4 else simulate_dynamic(x, spec), expected)
     if divisor is not None:
         torch.testing.assert_close(divisor, generate_gparam(x.min().float(), x.max().float()), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_near_the_smallest_floats_stay_finite_beside_blocks_of_zeros(name):
+    x = torch.cat([torch.zeros(4), torch.full((4,), 1e-37)])
+    assert simulate_dynamic(x, in_blocks(name, 4, -1)).abs().max() <= 2e-37

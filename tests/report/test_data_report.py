@@ -21,4 +21,6 @@ def test_it_prints_all_that_was_found():
 def test_too_few_batches_and_made_ones_are_said():
     assert DataReport(SIZES, None).verdict == ("2 batches are not enough: the last ones still change the result; give "
                                                "twice as many")
+    assert DataReport(SIZES[:1], None).verdict == ("one batch calibrates, which shows nothing: give more batches, or "
+                                                   "smaller ones")
     assert DataReport(SIZES, 1, source="random tokens").verdict == "synthetic data, random tokens: 1 batch is enough"

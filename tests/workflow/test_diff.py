@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
+from qtk.workflow.diff import _outputs, _sites
+from qtk.workflow.quantized_source import QuantizedSource
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
@@ -59,6 +63,48 @@ def test_codes_that_flip_are_counted():
         weight[0, 0], weight[3, 1] = -weight[0, 0], weight[3, 1] * 0.5
     (found,) = qtk.diff(SIM, other).sites
     assert (found.site, found.change, found.flipped, found.elements) == ("0.weight", "codes", 2, 128)
+
+
+class Output(nn.Module):
+    """What it returns is taken from ``values`` one by one."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = iter(values)
+
+    def forward(self, x):
+        return next(self.values)
+
+
+def outputs_of(one, other):
+    sources = [QuantizedSource("", {}, {}, model=Output(each)) for each in (one, other)]
+    return _outputs(*sources, [X], None)
+
+
+def test_outputs_that_are_not_finite_or_not_floats_differ():
+    scores = torch.tensor([[1.0, 2.0, -torch.inf]])
+    assert outputs_of(scores, scores.clone()).sqnr_db == torch.inf
+    assert outputs_of(scores, torch.tensor([[1.0, torch.nan, -torch.inf]])).sqnr_db == -torch.inf
+    found = outputs_of(torch.tensor([3, 4]), torch.tensor([3, 1]))
+    assert (found.sqnr_db < torch.inf, found.agreement) == (True, 0.5)
+    pixels = torch.zeros(1, 2, 3, 3)
+    pixels[0, 1, 0] = 1.0
+    assert outputs_of(pixels, torch.zeros(1, 2, 3, 3)).agreement == pytest.approx(6 / 9)
+    with pytest.raises(EncodingError, match="the outputs have shapes"):
+        outputs_of(scores, scores[:, :2])
+
+
+def test_dynamic_sites_are_compared_and_equal_codes_of_small_floats_are_equal():
+    before, after = (QuantSpec(dtype(name), symmetric=True, dynamic=True) for name in ("int8", "int4"))
+    one, other = (QuantizedSource("", {}, {}, {"a:out": spec}) for spec in (before, after))
+    assert [each.change for each in _sites(one, other)] == [f"{before} → {after}"]
+    assert not [*_sites(one, one)]
+    spec = QuantSpec(dtype("fp8_e4m3"), symmetric=True)
+    codes = torch.arange(8, 16) / 8
+    for factor in (1.1, 1.2345, 1.9):
+        sources = [QuantizedSource("", {"w": Encoding(spec, scale)}, {"w": codes * scale})
+                   for scale in (torch.tensor([0.7]), torch.tensor([0.7 * factor]))]
+        assert [each.flipped for each in _sites(*sources)] == [0]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import EncodingError
+from qtk.quantizers.quantizer import Mode
 from qtk.workflow.quantized_source import quantized_source
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -30,6 +31,26 @@ def test_a_folder_holds_what_the_simulation_holds(written, tmp_path):
     assert all(each.equals(found.encodings[name]) for name, each in expected.encodings.items())
     assert expected.constants.keys() >= {"0.weight", "2.weight"}
     assert all(torch.equal(found.constants[name], expected.constants[name]) for name in ("0.weight", "2.weight"))
+
+
+@pytest.mark.medium
+def test_bypassed_sites_dynamic_ones_and_int32_biases_are_read_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    settings = {"defaults": {"activation": {"bits": 8}, "weight": {"bits": 8, "symmetric": True},
+                             "bias": {"dtype": "int32"}},
+                "rules": [{"match": {"op": "relu"}, "output": {"bits": 8, "dynamic": True}}]}
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), X,
+                       config={"version": 1, **settings})
+    sim.compute_encodings([X], progress=False)
+    sim.export(tmp_path / "exported", formats="encodings")
+    assert quantized_source(tmp_path / "exported").specs == quantized_source(sim).specs
+    sim.quantizers["2:out"].mode = Mode.BYPASS
+    sim.save(tmp_path / "saved")
+    found, expected = quantized_source(tmp_path / "saved"), quantized_source(sim)
+    assert found.specs == expected.specs
+    assert "0.bias" in found.encodings
+    assert all(each.equals(found.encodings[name]) for name, each in expected.encodings.items())
+    assert torch.equal(found.constants["0.bias"], expected.constants["0.bias"])
 
 
 def test_encodings_are_read_where_there_is_no_file_to_run(tmp_path):
