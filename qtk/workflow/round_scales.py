@@ -40,7 +40,7 @@ def round_scales(sim: HasSimulation, dtype: torch.dtype | None = None) -> dict[s
 
     A language model in bfloat16 has bfloat16 scales in its checkpoint, GGUF has float16 ones. Layers with NVFP4 weights
     that read the same value get one scale of the tensor, for servers fuse them. Codes follow from the rounded scales.
-    Run it after calibration, before layer-wise methods, which freeze what they change: GPTQ keeps its scales in the dtype.
+    Run it after calibration, before layer-wise methods, which freeze what they change; GPTQ keeps scales in the dtype.
 
     Args:
         sim: a calibrated simulation; changed.
