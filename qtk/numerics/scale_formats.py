@@ -2,7 +2,7 @@
 
 Each function returns the dequantized scales in float32; fake-quantizing in blocks with these simulates the format: MX
 is ``power_of_two`` and blocks of 32, NVFP4 is ``float8`` and blocks of 16 with ``fp4_e2m1``, LPBQ is
-``integer_multiples`` and int4. ``run_time_scales`` are those of activations.
+``integer_multiples`` and int4. ``run_time_scales`` is for activations.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def least_output_error(
 ) -> Tensor:
     """Index of the first candidate of least error for each row.
 
-    Shape: ``rows`` floating [scales, n], ``counts`` alike or ``None``: each element counts once; ``scales`` float32 and
+    Shape: ``rows`` floating [scales, n], ``counts`` the same or ``None``: each element counts once; ``scales`` float32 and
     ``zero_points`` int32 [candidates, scales]; result int64 [scales].
 
     >>> least_output_error(torch.tensor([[0.5, 1.5]]), torch.tensor([[1.0], [0.5]]), None, -8, 7, mean=0.0, gain=0.0)

@@ -103,7 +103,7 @@ def forecast(
         simulation: its model may be on the meta device.
         methods: as for ``apply_layerwise``.
         batches: calls of the model.
-        scale: elements of one call over those of the example inputs.
+        scale: elements of one call over the elements of the example inputs.
         options: of the run.
 
     Raises: CalibrationError if there is no layer to work on.

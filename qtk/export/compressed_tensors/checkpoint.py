@@ -75,7 +75,7 @@ def first_outputs(layer: QuantizedLayer) -> QuantizedLayer:
 
 
 def of_outputs(tensors: Mapping[str, Tensor], part: QuantizedLayer) -> dict[str, Tensor]:
-    """Of the stored tensors of a layer those of its first outputs, which ``part`` has."""
+    """The stored tensors of a layer, cut to its first outputs, which ``part`` has."""
     rows = len(part.weight)
     return {end: torch.tensor(part.weight.shape) if end == SHAPE else tensor[:rows] if end.startswith("weight")
             else tensor for end, tensor in tensors.items()}
