@@ -210,6 +210,8 @@ def try_other_sizes(
         lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
                   for axis in of_one]
     graph.meta[SIZES] = replace(sizes, limits=limits, fixed=fixed, ties=tuple(_ties(trials)))
+    if limits:
+        graph.recompile()  # compiled code checks them
     graph.meta[REPORT] = replace(graph.report, reasons=(
         *graph.report.reasons, *(f"{graph.report.rung}: {line}" for line in lines)
     ))

@@ -29,7 +29,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
 from qtk.nn.eval_mode import fast_path_off, keep_frozen
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, call_structure, hooks, is_traced, pytree
+from qtk.torch_private import MODULE_TABLES, call_structure, hooks, is_exporting, is_traced, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -195,7 +195,10 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         inputs = self.graph.find_nodes(op="placeholder")
         self.__dict__[CAPTURED] = {str(node.target): captured_kind(node) for node in inputs if "val" in node.meta}
         check = f"self.check_traced({', '.join(str(node.target) for node in inputs)})\n"
-        with self.graph.on_generate_code(lambda _: lambda lines: [check, *lines]):
+        sizes: ServedSizes = self.__dict__.get("meta", {}).get(SIZES, ServedSizes())
+        limits = [f"if self.checks_limits() and not ({limit}): self.refuse_traced({str(limit)!r})\n"
+                  for limit in sizes.limits]
+        with self.graph.on_generate_code(lambda _: lambda lines: [check, *limits, *lines]):
             code = super().recompile()
         self.sign()
         return code
@@ -216,10 +219,19 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                                    "inputs")
         self.sizes.assert_values(given)
 
+    def checks_limits(self) -> bool:
+        """Whether its code is compiled or traced; not by ``torch.export``, which would ask for these limits too."""
+        return (torch.compiler.is_compiling() or is_traced()) and not is_exporting()
+
+    def refuse_traced(self, limit: str) -> None:
+        """Raises: CaptureError, of sizes that break a limit."""
+        raise CaptureError(f"the captured graph computes what the model does only where {limit}; call it with such "
+                           "sizes (pad or cut inputs), or prepare the model again for others")
+
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, PreparedGraph)
-        copied.sign()
+        copied.recompile()  # its limits were not known before
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

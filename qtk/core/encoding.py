@@ -65,15 +65,6 @@ class Encoding:
             return positive
         return positive & (self.zero_point >= self.spec.qmin).all() & (self.zero_point <= self.spec.qmax).all()
 
-    def with_scale(self, scale: Tensor, zero_point: Tensor | None) -> Encoding:
-        """The encoding with other scales, in bfloat16 or float16 if all present scales are: ``qtk.round_scales``."""
-        for dtype in (torch.bfloat16, torch.float16):
-            if torch.equal(self.scale.to(dtype).to(torch.float32), self.scale):
-                info = torch.finfo(dtype)
-                scale = scale.clamp(info.tiny, info.max).to(dtype).to(torch.float32)
-                break
-        return Encoding(self.spec, scale, zero_point)
-
     def to(self, device: torch.device) -> Encoding:
         """A copy with the tensors on ``device``."""
         return encodings_to([self], device)[0]

@@ -17,6 +17,7 @@ from qtk.core.spec import QuantSpec
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState, columns_per_scale
 from qtk.moments.required_statistics import RequiredStatistics
+from qtk.numerics.scale_formats import rounded_like
 from qtk.public import public
 
 MOST_PASSES = 1000
@@ -116,7 +117,7 @@ class _Scales:
             codes, encoding.scale.flatten(), self.index, state.error, descent.half_gradient, block=self.block,
             product=self.product,
         )
-        changed = encoding.with_scale(scales.reshape(encoding.scale.shape), encoding.zero_point)
+        changed = replace(encoding, scale=rounded_like(scales.reshape(encoding.scale.shape), encoding.scale))
         grid = replace(state, encoding=changed).grid()
         descent.rounded.copy_(grid.nearest(codes * grid.scale))
         torch.sub(self.weight, descent.rounded, out=descent.change)

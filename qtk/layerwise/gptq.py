@@ -19,6 +19,7 @@ from qtk.layerwise.layer_state import LayerState, columns_per_scale
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.numerics.ranges import covering_range
+from qtk.numerics.scale_formats import rounded_like
 from qtk.ops.candidate_errors import candidate_errors
 from qtk.public import public
 
@@ -40,8 +41,8 @@ class Gptq:
     A scale that is found for rounding alone does not suit weights to which the errors of others were added. So each is
     chosen, twice, by what rounding those costs an output, each error counted as far as columns still to come cannot
     take it up; an output keeps the round of lower error. It begins with codes that span twice the largest magnitude.
-    Frozen encodings, scales that rows share, those stored in few bits and those that an earlier method of the same call
-    has chosen stay what they are.
+    Scales that 16-bit floats hold (``qtk.round_scales``) become such again. Frozen encodings, scales that rows share,
+    those stored in few bits and those that an earlier method of the same call has chosen stay what they are.
 
     Where the quantized model's input X̂ differs from the float model's X, it rounds the least-squares weights
     ``w + H⁻¹ Eᵀ w`` (damped H), whose output on X̂ is closest to the float output, not w (arXiv 2504.02692).
@@ -124,7 +125,8 @@ def _half_spans(state: LayerState, index: Tensor) -> Encoding:
     if spec.symmetric:
         high = torch.maximum(high, -low) * (2 * spec.qmax / (spec.qmax - spec.qmin))
         low = -high
-    return _replaced(state.encoding, index, *covering_range(low, high, spec))
+    scale, zero_point = covering_range(low, high, spec)
+    return _replaced(state.encoding, index, rounded_like(scale, state.encoding.scale), zero_point)
 
 
 def _of_targets(state: LayerState, index: Tensor, target: Tensor, power: Tensor) -> Encoding:
@@ -138,6 +140,7 @@ def _of_targets(state: LayerState, index: Tensor, target: Tensor, power: Tensor)
         weights = weights * ~weight_to_gemm(state.zeros, state.geometry).reshape(shape)
     low, high = state.to_gemm(state.unrounded).reshape(shape).to(torch.float64).aminmax(dim=1)
     scales, zero_points = narrower_ranges(WIDEST * low, WIDEST * high, spec, STEPS)
+    scales = rounded_like(scales, state.encoding.scale)
     errors = candidate_errors(values, scales, zero_points, (1, -1), int(spec.qmin), int(spec.qmax), importance=weights)
     best = errors.argmin(0, keepdim=True)
     return _replaced(state.encoding, index, scales.gather(0, best)[0],
@@ -151,8 +154,8 @@ def _replaced(encoding: Encoding, index: Tensor, scale: Tensor, zero_point: Tens
         return present.flatten().index_copy(0, index.flatten(), found).reshape(present.shape)
 
     present = encoding.zero_point
-    return encoding.with_scale(in_place(encoding.scale, scale),
-                               None if present is None or zero_point is None else in_place(present, zero_point))
+    return replace(encoding, scale=in_place(encoding.scale, scale),
+                   zero_point=None if present is None or zero_point is None else in_place(present, zero_point))
 
 
 def _mixed(encoding: Encoding, other: Encoding, index: Tensor, takes_other: Tensor) -> Encoding:

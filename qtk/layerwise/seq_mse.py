@@ -17,7 +17,7 @@ from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState, columns_per_scale
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.numerics.ranges import choose_range
-from qtk.numerics.scale_formats import candidates
+from qtk.numerics.scale_formats import candidates, rounded_like
 from qtk.public import public
 
 MOST_CANDIDATES = 10_000
@@ -178,7 +178,7 @@ class _RangeSearch:
             for table in (scale_candidates.scales, scale_candidates.zero_points)
         )
         assert scale is not None
-        return self._encoding.with_scale(scale, zero_point)
+        return Encoding(self._encoding.spec, rounded_like(scale, self._encoding.scale), zero_point)
 
     def _log_error(self, state: LayerState, order: Tensor | slice) -> LogError:
         """With the squares of (X - X̂) w and of X w, which do not depend on the candidate."""

@@ -25,6 +25,30 @@ assert isinstance(_E4M3, FloatDtype)
 SMALLEST_E4M3 = 2.0**-9
 LARGEST_E4M3 = _E4M3.maximum
 
+HALVES = (torch.bfloat16, torch.float16)
+"""Formats of 16 bits in which files hold scales: of scales in the first, most are in the second too."""
+
+
+def rounded_to(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scale`` as ``dtype`` holds it, no smaller than its smallest number.
+
+    >>> rounded_to(torch.tensor([0.1, 1e-12]), torch.float16).tolist()
+    [0.0999755859375, 5.960464477539063e-08]
+    """
+    info = torch.finfo(dtype)
+    return scale.clamp(info.smallest_normal * info.eps, info.max).to(dtype).to(torch.float32)
+
+
+def rounded_like(scale: Tensor, present: Tensor) -> Tensor:
+    """``scale``, rounded to 16 bits where all of ``present`` are held in such a format (``qtk.round_scales``).
+
+    >>> rounded_like(torch.tensor([0.1]), torch.tensor([0.5])).tolist()
+    [0.10009765625]
+    """
+    held = (dtype for dtype in HALVES if torch.equal(rounded_to(present, dtype), present))
+    dtype = next(held, None)
+    return scale if dtype is None else rounded_to(scale, dtype)
+
 
 def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Block scales rounded to ``spec.scale_format``. For INT4 the channel axis is the first one with blocks of 1.

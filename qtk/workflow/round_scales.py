@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from qtk.core.encoding import Encoding
 from qtk.core.overlaps import joined
@@ -16,7 +16,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import HasSimulation
-from qtk.numerics.scale_formats import SMALLEST_E4M3, tensor_scale_of
+from qtk.numerics.scale_formats import SMALLEST_E4M3, rounded_to, tensor_scale_of
 from qtk.public import public
 from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.quantizers.quantizer import Quantizer
@@ -60,7 +60,7 @@ def round_scales(sim: HasSimulation, dtype: torch.dtype | None = None) -> dict[s
         if encoding is None:
             raise NotCalibratedError(f"{quantizer.site} has no encoding; run sim.compute_encodings(data) first")
         if encoding.spec.scale_format is None:
-            scale = _rounded(encoding.scale, node.meta["val"].dtype if dtype is None else dtype)
+            scale = rounded_to(encoding.scale, node.meta["val"].dtype if dtype is None else dtype)
             rounded[quantizer] = Encoding(encoding.spec, scale, encoding.zero_point)
     rounded |= _with_common_scales(sim)
     changes = {}
@@ -83,12 +83,6 @@ def _quantizers(sim: HasSimulation) -> Iterator[tuple[Quantizer, fx.Node]]:
             if quantizer not in seen and not quantizer.spec.dynamic and not isinstance(quantizer, BiasQuantizer):
                 seen.add(quantizer)
                 yield quantizer, node
-
-
-def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` as ``dtype`` holds it, no smaller than its smallest number."""
-    info = torch.finfo(dtype)
-    return scale.clamp(info.smallest_normal * info.eps, info.max).to(dtype).to(torch.float32)
 
 
 def _with_common_scales(sim: HasSimulation) -> dict[Quantizer, Encoding]:

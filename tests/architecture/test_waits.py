@@ -46,7 +46,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "core/encoding.py": {
         "bool(self._is_valid())": "one look at an encoding that a user makes; calibrations make theirs on the CPU",
-        "torch.equal(self.scale.to(dtype).to(torch.float32), self.scale)": "by layer-wise methods, once a layer",
         "bool(_are_positive(self.scale))": AN_ERROR,
         "torch.equal(self.scale, other.scale)": "that is what is asked for",
         "torch.equal(self.zero_point, other.zero_point)": "that is what is asked for",
@@ -83,6 +82,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "float(high[first])": AN_ERROR, "int(wrong.sum())": AN_ERROR,
     },
     "numerics/scale_formats.py": {
+        "torch.equal(rounded_to(present, dtype), present)": "by GPTQ, once a layer",
         "torch.equal((scale / unit).to(torch.float8_e4m3fn).to(torch.float32) * unit, scale)": ONCE,
     },
     "numerics/statistics.py": {"torch.bincount(places, weights, minlength=length)": CPU_ONLY},

@@ -4,6 +4,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import qtk
+from qtk.calls.served_sizes import SIZES, SizeLimit
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CaptureError
 from qtk.operators.targets import attribute
@@ -338,3 +340,16 @@ def test_compiled_code_serves_no_other_constants_and_sizes(other):
     assert torch.equal(compiled(torch.ones(4, 5), 3.0), Scaled()(torch.ones(4, 5), 3.0))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="than when the model was captured"):
         compiled(*other)
+
+
+@pytest.mark.medium
+def test_compiled_code_serves_no_sizes_beyond_the_limits():
+    prepared = qtk.prepare_model(Scaled(), torch.ones(6, 8))
+    prepared.meta[SIZES] = replace(prepared.sizes, limits=(SizeLimit("s0 > 4", (("s0", ("x", 0)),)),))
+    prepared.recompile()
+    for model in (prepared, copy.deepcopy(prepared)):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(torch.ones(7, 8)), torch.full((7, 8), 0.25))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"only where x\.shape\[0\] > 4"):
+            compiled(torch.ones(3, 8))

@@ -83,6 +83,20 @@ def test_scales_of_several_rows_and_of_many_bits_stay(name, setting):
     assert Gptq().apply(state).encoding is state.encoding
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("setting", ["channel", "asymmetric"])
+def test_scales_that_were_rounded_for_a_file_stay_in_its_format(setting, dtype):
+    state = named("linear", SETTINGS[setting] | {"dtype": "uint4" if setting == "asymmetric" else "int4",
+                                                 "symmetric": setting != "asymmetric"}, noise=0.5).problem
+    encoding = replace(state.encoding, scale=state.encoding.scale.to(dtype).float())
+    for present, is_held in ((encoding, True), (state.encoding, False)):
+        found = Gptq().apply(replace(state, encoding=present, moves_scales=True))
+        scale = found.encoding.scale
+        assert not torch.equal(scale, present.scale)
+        assert torch.equal(scale.to(dtype).float(), scale) == is_held
+        assert torch.equal(found.simulated_weight(), found.weight)
+
+
 @pytest.mark.medium
 def test_frozen_encodings_stay():
     torch.manual_seed(0)

@@ -298,3 +298,13 @@ def test_transformers_loads_the_folder_and_computes_the_same(target, experts, tm
     with torch.no_grad():
         difference = (loaded(**batch).logits - sim.model(**batch).logits).abs().max()
     assert difference == 0
+
+
+@pytest.mark.medium
+def test_int4_blocks_of_an_odd_length_are_packed(tmp_path):
+    sim = simulated(nn.Sequential(nn.Linear(24, 6)), {"dtype": "int4", "granularity": "per_block", "block_size": 3},
+                    x=X[:, :24])
+    sim.export(tmp_path / "out", formats=("compressed_tensors",))
+    (group,) = config_of(tmp_path / "out")["config_groups"].values()
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(decoded(tensors, "0", group["weights"]), own_weight(sim, "0.weight"))
