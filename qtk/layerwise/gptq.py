@@ -27,8 +27,9 @@ MOST_CODES = 16
 """Codes of weights whose scales are chosen anew, at most."""
 STEPS = 12
 """Ranges tried for each scale."""
-WIDEST = 1.4
-"""The widest of them over the range of the weights, which the errors of other weights widen: by half with 2 bits."""
+WIDEST, WIDEST_ASYMMETRIC = 1.4, 1.15
+"""The widest of them over the range of the weights, which errors of other weights widen; symmetric codes of 2 bits have
+one above 0."""
 ROUNDS = 2
 """Of choosing the scales for what was rounded with those before."""
 
@@ -139,7 +140,8 @@ def _of_targets(state: LayerState, index: Tensor, target: Tensor, power: Tensor)
     if state.zeros is not None:
         weights = weights * ~weight_to_gemm(state.zeros, state.geometry).reshape(shape)
     low, high = state.to_gemm(state.unrounded).reshape(shape).to(torch.float64).aminmax(dim=1)
-    scales, zero_points = narrower_ranges(WIDEST * low, WIDEST * high, spec, STEPS)
+    widest = WIDEST if spec.symmetric else WIDEST_ASYMMETRIC
+    scales, zero_points = narrower_ranges(widest * low, widest * high, spec, STEPS)
     scales = rounded_like(scales, state.encoding.scale)
     errors = candidate_errors(values, scales, zero_points, (1, -1), int(spec.qmin), int(spec.qmax), importance=weights)
     best = errors.argmin(0, keepdim=True)

@@ -82,7 +82,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "float(high[first])": AN_ERROR, "int(wrong.sum())": AN_ERROR,
     },
     "numerics/scale_formats.py": {
-        "torch.equal(rounded_to(present, dtype), present)": "by GPTQ, once a layer",
+        "torch.equal(rounded_to(present, dtype), present)": "by layer-wise methods, once a layer",
         "torch.equal((scale / unit).to(torch.float8_e4m3fn).to(torch.float32) * unit, scale)": ONCE,
     },
     "numerics/statistics.py": {"torch.bincount(places, weights, minlength=length)": CPU_ONLY},
