@@ -13,7 +13,7 @@ from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.registration import register
 
 AT_ONCE = 1 << 16
-"""Elements that are compared together: they and their changes stay in a cache."""
+"""Elements that are compared together: they and their changes stay in a cache; on GPUs 256 times as many."""
 
 
 def output_errors(
@@ -44,7 +44,8 @@ def _reference(
     rows: Tensor, scales: Tensor, zero_points: Tensor | None, qmin: int, qmax: int, mean: float, gain: float,
     counts: Tensor | None = None,
 ) -> Tensor:
-    at_once, best = max(1, AT_ONCE // max(1, rows.shape[1])), []
+    elements = AT_ONCE if rows.device.type == "cpu" else AT_ONCE << 8
+    at_once, best = max(1, elements // max(1, rows.shape[1])), []
     for begin in range(0, len(rows), at_once):
         here = slice(begin, begin + at_once)
         errors = output_errors(rows[here], scales[:, here], None if zero_points is None else zero_points[:, here], qmin,
