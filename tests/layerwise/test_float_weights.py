@@ -19,7 +19,7 @@ def rewritten():
     rules = [{"match": {"op": ["linear"]}, "weight": {"scheme": "min_max"}}]
     sim = qtk.QuantSim(model, data[0], weight_bits=2, config={"version": 1, "extends": "default", "rules": rules})
     sim.compute_encodings(data, progress=False)
-    qtk.apply_gptq(sim, data, options=qtk.LayerwiseOptions(holdout=0), progress=False)
+    qtk.apply_layerwise(sim, data, "gptq(scales=False)", options=qtk.LayerwiseOptions(holdout=0), progress=False)
     return model, sim, data
 
 
