@@ -84,8 +84,8 @@ class Feedback:
 
     def rounded(self, grid: WeightGrid, columns_at_once: int) -> Tensor:
         """As ``gptq``."""
-        change, target, propagation, grid = self.weight.clone(), self.start.clone(), self.factor.mT, \
-            grid.in_order(self.order)
+        change, target, propagation = self.weight.clone(), self.start.clone(), self.factor.mT
+        grid = grid.in_order(self.order)
         for end in range(self.order.shape[1], 0, -columns_at_once):
             block = slice(max(0, end - columns_at_once), end)
             target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]

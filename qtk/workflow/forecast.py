@@ -37,6 +37,9 @@ from qtk.numerics.im2col import weight_to_gemm
 from qtk.torch_private import length_hint
 
 FLOAT32, FLOAT64 = 4, 8
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux says how much memory a container may take and has taken, files in its cache included."""
+
 HELD_OUT = 2
 """Sums of the samples that are held out, and of the others."""
 
@@ -75,10 +78,12 @@ class Forecast:
     Args:
         parts: what for → bytes.
         multiplications: how many there are, each with an addition.
+        uncounted: methods whose work is not known here.
     """
 
     parts: Mapping[str, int] = field(default_factory=dict)
     multiplications: float = 0.0
+    uncounted: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -90,14 +95,15 @@ class Forecast:
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size >= 5e7)
         minutes = self.multiplications / rate / 60
         lasts = f"{minutes / 60:.1f} h" if minutes >= 90 else f"{max(1, round(minutes))} min"
-        return f"peak {self.peak_bytes / 1e9:.1f} GB more than now{f' ({parts})' if parts else ''}, about {lasts}"
+        more = f", and what {', '.join(self.uncounted)} takes, which is not counted" if self.uncounted else ""
+        return f"peak {self.peak_bytes / 1e9:.1f} GB more than now{f' ({parts})' if parts else ''}, about {lasts}{more}"
 
 
 def forecast(
     simulation: Simulation, methods: Sequence[LayerwiseMethod] = (), *, batches: int = 1, scale: float = 1.0,
     options: LayerwiseOptions = DEFAULT,
 ) -> Forecast:
-    """The forecast of a layer-wise run; without methods the forecast of rounding and writing weights.
+    """The forecast of a layer-wise run; without methods the forecast of calibration, and of rounding and writing weights.
 
     Args:
         simulation: its model may be on the meta device.
@@ -114,9 +120,11 @@ def forecast(
         layers, _ = weighted_layers(simulation.model, simulation.plan)
         largest = max((layer.weight.numel() for layer in layers), default=0)
         parts = {**mapped, "one layer": math.ceil(ROUNDING.weights * FLOAT32 * largest)}
+        forward = 0.0
         if any(not decided.static for decided in simulation.plan.values()):
-            parts["one batch"] = math.ceil(_values(simulation, (), scale)[2])
-        return Forecast(parts, 100.0 * total)
+            rows, _, transient = _values(simulation, layers, scale)
+            parts["one batch"], forward = math.ceil(transient), _forward(layers, rows, batches)
+        return Forecast(parts, 100.0 * total + forward)
     layers, _ = select_layers(simulation, methods, None)
     paths = len(QUANTIZED_PATHS[options.inputs])
     rows, live, transient = _values(simulation, layers, scale)
@@ -127,8 +135,14 @@ def forecast(
     if not is_mapped and options.keep_originals:
         kept = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         parts["float weights"] = 0 if options.offload == "disk" else kept
-    forward = paths * sum(layer.weight.numel() * rows[layer.name] * batches for layer in layers)
-    return Forecast(parts, forward + sum(each.multiplications for each in needed))
+    forward = paths * _forward(layers, rows, batches)
+    uncounted = tuple(type(method).__name__ for method in methods if type(method) not in WORK)
+    return Forecast(parts, forward + sum(each.multiplications for each in needed), uncounted)
+
+
+def _forward(layers: Sequence[WeightedLayer], rows: Mapping[str, float], batches: int) -> float:
+    """Multiplications of the layers in all calls."""
+    return sum(layer.weight.numel() * rows[layer.name] * batches for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +258,10 @@ def available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))))
     with suppress(OSError, ValueError):
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, limit - used))
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        found.append(max(0, limit - used + cached))
     return min(found, default=None)
 
 

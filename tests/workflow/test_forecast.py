@@ -9,6 +9,7 @@ from torch import nn
 import qtk
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT
+from qtk.layerwise.reconstruction import Reconstruction
 from qtk.workflow import forecast as forecasting
 from qtk.workflow.forecast import Forecast, forecast
 
@@ -55,6 +56,22 @@ def test_what_does_not_fit_is_said_with_what_does(monkeypatch, capsys):
     sim.compute_encodings(None, progress=False)
     qtk.apply_gptq(sim, x)
     assert 'offload="disk") takes' in capsys.readouterr().err
+
+
+def test_calibration_counts_the_calls_and_unknown_methods_are_named():
+    sim = qtk.QuantSim(nn.Linear(WIDTH, WIDTH).eval(), torch.ones(ROWS, WIDTH)).simulation
+    one, three = (forecast(sim, batches=batches, scale=2.0).multiplications for batches in (1, 3))
+    assert three - one == 2 * 2 * ROWS * WIDTH**2
+    found = forecast(sim, [Gptq(), Reconstruction()])
+    assert found.uncounted == ("Reconstruction",)
+    assert found.text(1e9).endswith(", and what Reconstruction takes, which is not counted")
+
+
+def test_files_in_the_cache_of_a_container_can_be_given_back(monkeypatch, tmp_path):
+    for name, content in {"max": "1000", "current": "900", "stat": "anon 100\ninactive_file 700\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(content)
+    monkeypatch.setattr(forecasting, "CGROUP", tmp_path)
+    assert forecasting.available_bytes() == 800
 
 
 def test_a_forecast_is_one_line():
