@@ -103,7 +103,7 @@ def forecast(
     simulation: Simulation, methods: Sequence[LayerwiseMethod] = (), *, batches: int = 1, scale: float = 1.0,
     options: LayerwiseOptions = DEFAULT,
 ) -> Forecast:
-    """The forecast of a layer-wise run; without methods the forecast of calibration, and of rounding and writing weights.
+    """The forecast of a layer-wise run; without methods of a calibration, and of rounding and writing weights.
 
     Args:
         simulation: its model may be on the meta device.
