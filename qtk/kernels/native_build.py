@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def extension(folder: Path) -> Extension:
 
 
 def build(parent: Path = PACKAGE.parent) -> Path:
-    """Compiles the library into ``parent / "qtk"``.
+    """Compiles the library into ``parent / "qtk"``, and adds it to the files that pip removes with the package.
 
     Returns: the path of the library.
     Raises: BuildError if a compiler, the sources or the right to write there are missing.
@@ -46,7 +47,9 @@ def build(parent: Path = PACKAGE.parent) -> Path:
     from qtk.errors import BuildError
 
     try:
-        return _built(parent)
+        library = _built(parent)
+        _record(library)
+        return library
     except Exception as error:  # whatever setuptools and the compiler say
         raise BuildError(f"the C++ kernels cannot be compiled into {parent / 'qtk'}: {error}; install g++ 11 or newer, "
                          "or go on without them: the results are the same bits, slower") from error
@@ -65,3 +68,22 @@ def _built(parent: Path) -> Path:
         command.ensure_finalized()
         command.run()
     return parent / "qtk" / f"{NAME}.so"
+
+
+def _record(library: Path) -> None:
+    """Lists the library in the RECORD of the package, if it stands among the package's files.
+
+    A file that pip leaves behind keeps the folder, which Python then imports in place of a later editable install.
+    """
+    try:
+        installed = distribution("qtk")
+    except PackageNotFoundError:
+        return
+    root = Path(str(installed.locate_file(""))).resolve()
+    record = next((Path(str(each.locate())) for each in installed.files or () if each.name == "RECORD"), None)
+    if record is None or not library.is_relative_to(root):
+        return
+    line = f"{library.relative_to(root).as_posix()},,\n"
+    if line not in record.read_text(encoding="utf-8"):
+        with record.open("a", encoding="utf-8") as file:
+            file.write(line)
