@@ -15,6 +15,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import STATES, returned_states, roots, states_of
 from qtk.graph.sites import value_site
 from qtk.registry import nearest
+from qtk.torch_private import length_when
 
 
 def set_states(model: nn.Module, states: Mapping[str, int | str]) -> None:
@@ -62,7 +63,7 @@ def grown_axes(graph: CapturedGraph) -> dict[str, tuple[int, ...]]:
     inputs = {str(node.target): node for node in input_nodes(graph).values()}
     return {
         name: tuple(axis for axis, (given, returned) in enumerate(_sizes(inputs[name], outputs[index]))
-                    if given != returned)
+                    if given != returned and _is_in_sum(given, returned))
         for name, index in returned_states(graph).items() if name in inputs
     }
 
@@ -149,12 +150,19 @@ def _places(paths: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def _fits(given: fx.Node, returned: fx.Node) -> bool:
-    """Whether an output may be the next value of an input: equal, but that a free length may become a sum with it."""
+    """Whether an output may be the next value of an input.
+
+    Its sizes are equal, but that a free length may become a sum with it, or be in all calls what it is in the example.
+    """
     mine, theirs = given.meta["val"], returned.meta["val"]
     return mine.dtype == theirs.dtype and mine.ndim == theirs.ndim and all(
-        before == after or (is_free(size) and before in re.findall(r"\w+", after))
+        before == after or (is_free(size) and (_is_in_sum(before, after) or str(length_when(size, {})) == after))
         for size, (before, after) in zip(mine.shape, _sizes(given, returned), strict=True)
     )
+
+
+def _is_in_sum(before: str, after: str) -> bool:
+    return before in re.findall(r"\w+", after)
 
 
 def _sizes(given: fx.Node, returned: fx.Node) -> list[tuple[str, str]]:

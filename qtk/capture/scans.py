@@ -25,13 +25,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtk.calls.calls import Call, detached
 from qtk.calls.inputs import is_free
+from qtk.capture.scan_trials import (
+    DECAY_SUMS,
+    PRODUCTS,
+    Trials,
+    factors_of_sizes,
+    is_deeper,
+    sizes_of_results,
+)
 from qtk.capture.verify_prepared import eval_outcome
 from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.plain_attributes import is_data
@@ -40,22 +48,12 @@ from qtk.operators.lookup import is_product
 from qtk.operators.targets import aten_name
 from qtk.torch_private import (
     MODULE_CALL,
-    FakeTensorMode,
     TorchDispatchMode,
     branches,
     is_exporting,
     length_when,
     pytree,
-    storage_of,
-    version_of,
-    without_modes,
 )
-
-DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", "expm1")
-"""Ops that add up what came before, that multiply it, and that make a factor of a sum."""
-
-FILLING = ("copy_", "fill_", "zero_", "index_put_", "index_copy_")
-"""Ops that write what others have computed into a part of a tensor."""
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 """Types of the arguments that a function may have beside tensors."""
@@ -116,31 +114,13 @@ def _code_that_calls(caller: _Caller) -> CodeType:
     return code.replace(co_consts=constants)
 
 
-class _Trial(NamedTuple):
-    """What a function does with tensors of some size.
-
-    Args:
-        structure: of its result.
-        leaves: the leaves of the result.
-        num_ops: the number of ATen ops.
-        depth: the most of them of which each reads what the one before made.
-        decays: whether it computes a decay in closed form.
-    """
-
-    structure: pytree.TreeSpec
-    leaves: list[object]
-    num_ops: int
-    depth: int
-    decays: bool
-
-
 class _Caller:
     """Calls a function, or the marker op in its place if a tracer passes it what makes it a recurrence."""
 
     def __init__(self, function: FunctionType, plain: FunctionType, scans: list[Scan]) -> None:
         self._function, self._plain, self._scans = function, plain, scans
         self._thread = threading.get_ident()
-        self._trials: dict[str, _Trial] = {}
+        self._trials = Trials(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting() and threading.get_ident() == self._thread:  # others compute with it meanwhile
@@ -164,27 +144,22 @@ class _Caller:
         if not tensors or not all(_is_plain(each) or isinstance(each, nn.Module) for each in others):
             return None
         sizes: list[Any] = [*(size for tensor in tensors.values() for size in tensor.shape), *lengths.values()]
-        symbols = sorted({str(symbol) for size in sizes if is_free(size) for symbol in size.node.expr.free_symbols})
-        factors: dict[str, int] = {symbol: factor for factor, symbol in enumerate(symbols, 2)}
-
-        def tried(by: Mapping[str, int], doubled: int | None = None, kinds: tuple[type, ...] = (Tensor, int)) -> _Trial:
-            resized = [_resized(leaf, by, doubled if isinstance(leaf, kinds) else None) for leaf in leaves]
-            key = f"{structure} {resized}"  # each layer and each attempt of a capture asks anew
-            if key not in self._trials or others != [*filter(_is_plain, others)]:
-                self._trials[key] = self._tried(structure, resized)
-            return self._trials[key]
-
-        first, longer = tried({}), tried(factors)
+        tried = partial(self._trials.run, leaves, structure)
         fixed = sorted({*map(int, filterfalse(is_free, sizes))})
+        free = _free(sizes)
+        factors = factors_of_sizes(free, fixed, lambda factors: _runs(partial(tried, factors)))
+        if factors is None:
+            return None
+        first, longer = tried({}), tried(factors)
         if not first.decays and longer.num_ops <= first.num_ops and not any(
-            _is_deeper(first, partial(tried, {}, size))  # or a number of turns is as large as some length
-            and not _is_deeper(first, partial(tried, {}, size, (int,))) for size in fixed
+            is_deeper(first, partial(tried, {}, size))  # or a number of turns is as large as some length
+            and not is_deeper(first, partial(tried, {}, size, (int,))) for size in fixed
         ):
             return None
-        found = _sizes_of_results(first, longer, {
+        found = sizes_of_results(first, longer, {
             (length_when(size, {}), length_when(size, factors)): size for size in reversed(sizes)
         })
-        if found is None:
+        if found is None or not _made_equal(sizes, free, factors):
             return None
         made = [leaf for leaf in first.leaves if isinstance(leaf, Tensor)]
         self._scans.append(Scan(self._function, structure, leaves, (*tensors, *lengths)))
@@ -195,112 +170,35 @@ class _Caller:
         results = [next(outputs) if isinstance(leaf, Tensor) else None for leaf in first.leaves]
         return (pytree.tree_unflatten(results, first.structure),)
 
-    def _tried(self, structure: pytree.TreeSpec, leaves: list[object]) -> _Trial:
-        """Runs the function on tensors without data. Raises: ValueError if it writes into one, or into its module."""
-        with without_modes(), torch.no_grad(), FakeTensorMode():
-            given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
-                     for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(given, structure)
-            before = _attributes(given)
-            with _Ops() as ops:
-                result, of = pytree.tree_flatten(self._plain(*args, **kwargs))
-        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given) or _attributes(given) != before:
-            raise ValueError("it writes into an argument")
-        return _Trial(of, result, ops.count, max(ops.depths.values(), default=0), ops.decays)
+
+def _runs(trial: Callable[[], object]) -> bool:
+    try:
+        trial()
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # whatever the function raises at other sizes, or without data
+        return False
+    return True
 
 
-def _attributes(leaves: Sequence[object]) -> list[str]:
-    """The attributes of the modules among ``leaves``, and what is in them."""
-    return [repr(vars(leaf)) for leaf in leaves if isinstance(leaf, nn.Module)]
+def _free(sizes: Sequence[Any]) -> dict[str, int]:
+    """The free sizes, each with its value in the example; a negative one each for what is in larger terms alone."""
+    terms = [size for size in sizes if is_free(size)]
+    symbols = sorted({str(symbol) for size in terms for symbol in size.node.expr.free_symbols})
+    plain = {str(size.node.expr): length_when(size, {}) for size in terms}
+    return {symbol: plain.get(symbol, -place) for place, symbol in enumerate(symbols, 1)}
+
+
+def _made_equal(sizes: Sequence[Any], free: Mapping[str, int], factors: Mapping[str, int]) -> bool:
+    """Tells the tracer which free sizes are equal, or fixed, by ``factors``; ``False`` if it knows better."""
+    plain = {str(size.node.expr): size for size in sizes if is_free(size)}
+    first: dict[int, str] = {}
+    return all(bool(plain[symbol] == (free[symbol] if factor == 1 else plain[first[factor]]))
+               for symbol, factor in factors.items() if first.setdefault(factor, symbol) != symbol or factor == 1)
 
 
 def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, PLAIN)
-
-
-class _Empty(NamedTuple):
-    """A tensor without data."""
-
-    shape: list[int]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object:
-    """A tensor, or a length, of other sizes: free sizes times factors ``by``, sizes equal to ``doubled`` times 2."""
-
-    def resized(size: Any) -> int:
-        return 2 * size if not is_free(size) and size == doubled else length_when(size, by)
-
-    if isinstance(leaf, Tensor):
-        return _Empty([resized(size) for size in leaf.shape], leaf.dtype, leaf.device)
-    return resized(leaf) if isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool) else leaf
-
-
-def _is_deeper(first: _Trial, trial: Callable[[], _Trial]) -> bool:
-    """Whether more ops of a function wait for each other in another trial; ``False`` if it does not run."""
-    try:
-        return trial().depth > first.depth
-    except Exception:  # as axes that must be as long as before
-        return False
-
-
-def _sizes_of_results(first: _Trial, longer: _Trial, known: Mapping[tuple[int, int], Any]) -> list[Any] | None:
-    """The sizes of all results, flat; ``None`` if one is neither constant nor a size of the arguments.
-
-    Args:
-        first: a trial.
-        longer: another, at other sizes.
-        known: the length in both trials → the size of the arguments.
-    """
-    if first.structure != longer.structure or not any(isinstance(leaf, Tensor) for leaf in first.leaves):
-        return None
-    found = []
-    for a, b in zip(first.leaves, longer.leaves, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            for pair in zip(a.shape, b.shape, strict=True):
-                if pair[0] != pair[1] and pair not in known:
-                    return None
-                found.append(known[pair] if pair in known else pair[0])
-        elif a is not None or b is not None:
-            return None
-    return found
-
-
-class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ATen ops that run, and those that wait for each other, and sees decays in closed form."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count, self.decays = 0, False
-        self.depths: dict[int, int] = {}
-        self._sums: dict[int, Tensor] = {}
-        self._held: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        result, name = func(*args, **(kwargs or {})), (aten_name(func) or "").removesuffix("_")
-        if isinstance(result, Tensor) and result.is_floating_point():
-            summed = any(id(leaf) in self._sums for leaf in pytree.tree_leaves((args, kwargs)))
-            self.decays |= name in PRODUCTS or (summed and name in EXPONENTIALS)
-            if summed or name in DECAY_SUMS:
-                self._sums[id(result)] = result  # held, so that no other gets its id
-        self._deepen(func, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(result))
-        return result
-
-    def _deepen(self, func: Any, read: Sequence[object], made: Sequence[object]) -> None:
-        """Notes how many ops each result waits for: a view as many as what it is of, for turns may fill one tensor."""
-        before = {storage_of(each): each for each in read if isinstance(each, Tensor)}
-        depth = max((self.depths.get(storage, 0) for storage in before), default=0)
-        for each in made:
-            if isinstance(each, Tensor):
-                storage, writes = storage_of(each), func._schema.is_mutable
-                is_step = storage not in before or (writes and aten_name(func) not in FILLING)
-                if is_step or writes:
-                    self.depths[storage] = depth + is_step
-                    self._held.append(each)
 
 
 def _is_builtin(structure: pytree.TreeSpec) -> bool:

@@ -34,7 +34,7 @@ The rules, numbered as the code cites them:
 16. What indices select from a parameter, and what it is expanded to, is a parameter to the op that reads it.
 17. A loss that the model computes from targets stays in float, and so do the targets.
 18. Of several graphs of one module, for calls with other inputs, the first decides about what it computes; the others
-    about what they alone compute.
+    about what they alone compute. What a layer reads in each of them has one encoding.
 19. What only sines, floors, remainders and casts to integers read, directly or behind sums and products, stays in
     float: its absolute error counts, and a step of its range may be a turn.
 20. Keys and values of attention are quantized as ``kv_cache`` says, whatever rules say, where they have heads and are
@@ -76,6 +76,7 @@ from qtk.planning.plan_values import plan_values
 from qtk.planning.rule_effects import check_rules
 from qtk.planning.rules import Fact, Rules
 from qtk.planning.share_merges import share_merges
+from qtk.planning.shared_ports import share_ports
 
 RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
@@ -146,6 +147,8 @@ def plan(
         decided = {*sites, *unquantized}
         sites |= {site: plan for site, plan in planned.items() if site not in decided}
         unquantized |= {site: reason for site, reason in left_out.items() if site not in decided}
+    if len(drafts) > 1:
+        sites = share_ports(drafts, sites)
     if config.kv_cache is not None:
         from qtk.planning.plan_caches import share_caches  # loaded here: few configs speak of caches
 

@@ -123,6 +123,24 @@ def test_a_nested_state_pairs_tensor_by_tensor_and_may_grow(growing, states, exp
     assert grown_axes(growing) == dict.fromkeys(expected, (1,))
 
 
+class Window(nn.Module):
+    """Keeps the last two frames, however many it was given."""
+
+    def forward(self, x, kept):
+        frames = torch.cat([kept, x], 1)
+        return frames.sum(1), frames[:, -2:]
+
+
+def test_a_state_of_any_length_may_be_as_long_as_in_the_example():
+    model = qtk.prepare_model(Window(), (torch.randn(3, 5, 4), torch.randn(3, 2, 4)), dynamic_shapes="all")
+    set_states(model, {"kept": 1})
+    assert states_of(model) == {"kept": 1}
+    assert grown_axes(model) == {"kept": ()}
+    longer = qtk.prepare_model(Window(), (torch.randn(3, 5, 4), torch.randn(3, 7, 4)), dynamic_shapes="all")
+    with pytest.raises(ConfigError, match=r"input 'kept' is float32.*, output 1 .output_1. is float32.*; a state has"):
+        set_states(longer, {"kept": 1})
+
+
 @pytest.mark.parametrize(("states", "error"), [
     ({"past": 2}, r"'past' holds 4 tensors \(past.0.0, past.0.1, past.1.0, past.1.1\), 2 3 \(output_1.0.1, "),
     ({"past": "output_1.0"}, r"'output_1.0' 2 \(output_1.0.0, output_1.0.1\); they pair one by one"),

@@ -316,6 +316,33 @@ def test_a_scan_and_what_it_reads_stay_in_float_and_say_so():
     assert {"proj.weight", "out.weight", "scan:out[0]"} <= {*sim.quantizers}  # an op of integers reads the result
 
 
+class Stream(nn.Module):
+    """A recurrence that begins with the state of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.out = nn.Linear(6, 12), nn.Linear(6, 6)
+
+    def forward(self, x, state):
+        values, gates = self.proj(x).chunk(2, -1)
+        states, last = recurrence(values, torch.sigmoid(gates), start=state, with_last=True)
+        return self.out(states), last
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [2, 5, 6])
+def test_a_state_is_as_many_and_as_wide_as_the_inputs(batch):
+    """The tracer knows the sizes of the state by names of their own; 5 is the length, 6 the width."""
+    torch.manual_seed(0)
+    model = Stream().eval()
+    graph = qtk.prepare_model(model, (torch.randn(batch, 5, 6), torch.randn(batch, 6)), dynamic_shapes="all")
+    assert len(scans(graph)) == 1
+    for other, length in ((1, 4), (3, 17)):
+        inputs = torch.randn(other, length, 6), torch.randn(other, 6)
+        for got, wanted in zip(graph(*inputs), model(*inputs), strict=True):
+            assert torch.equal(got, wanted)
+
+
 class Positions(nn.Module):
     """Sums of its own, as of position ids, and no recurrence; called by names too."""
 

@@ -1,0 +1,209 @@
+"""Runs functions on tensors without data, at several sizes, and sees how their work and their results grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import combinations
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtk.calls.inputs import is_free
+from qtk.operators.targets import aten_name
+from qtk.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    length_when,
+    pytree,
+    storage_of,
+    version_of,
+    without_modes,
+)
+
+DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", "expm1")
+"""Ops that add up what came before, that multiply it, and that make a factor of a sum."""
+
+FILLING = ("copy_", "fill_", "zero_", "index_put_", "index_copy_")
+"""Ops that write what others have computed into a part of a tensor."""
+
+MOST_EQUAL = 4
+"""Free sizes of one value that are tried as equal in every combination."""
+
+
+class Trial(NamedTuple):
+    """What a function does with tensors of some size.
+
+    Args:
+        structure: of its result.
+        leaves: the leaves of the result.
+        num_ops: the number of ATen ops.
+        depth: the most of them of which each reads what the one before made.
+        decays: whether it computes a decay in closed form.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: list[object]
+    num_ops: int
+    depth: int
+    decays: bool
+
+
+class Trials:
+    """Runs ``function`` on tensors without data; runs it once for equal arguments, for each layer asks anew."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        self._known: dict[str, Trial] = {}
+
+    def run(
+        self, leaves: Sequence[object], structure: pytree.TreeSpec, factors: Mapping[str, int],
+        doubled: int | None = None, kinds: tuple[type, ...] = (Tensor, int),
+    ) -> Trial:
+        """Runs it with free sizes multiplied by ``factors``, and in ``kinds`` sizes equal to ``doubled`` by 2.
+
+        Raises: ValueError if it writes into a tensor, or into its module; whatever it raises itself.
+        """
+        resized = [_resized(leaf, factors, doubled if isinstance(leaf, kinds) else None) for leaf in leaves]
+        key = f"{structure} {resized}"
+        if key not in self._known or any(isinstance(leaf, nn.Module) for leaf in leaves):
+            self._known[key] = self._run(structure, resized)
+        return self._known[key]
+
+    def _run(self, structure: pytree.TreeSpec, leaves: list[object]) -> Trial:
+        """Runs the function on tensors without data. Raises: ValueError if it writes into one, or into its module."""
+        with without_modes(), torch.no_grad(), FakeTensorMode():
+            given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
+                     for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(given, structure)
+            before = _attributes(given)
+            with _Ops() as ops:
+                result, of = pytree.tree_flatten(self._function(*args, **kwargs))
+        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given) or _attributes(given) != before:
+            raise ValueError("it writes into an argument")
+        return Trial(of, result, ops.count, max(ops.depths.values(), default=0), ops.decays)
+
+
+def factors_of_sizes(
+    free: Mapping[str, int], fixed: Collection[int], runs: Callable[[Mapping[str, int]], bool]
+) -> dict[str, int] | None:
+    """A factor for each free size: its own, unless the function runs at some equal sizes alone.
+
+    A tracer knows a state by sizes of its own, though its batch must be as large as the batch of the inputs, and its
+    width as wide as they are.
+
+    Args:
+        free: the free sizes, and the value of each in the example.
+        fixed: the sizes that do not vary.
+        runs: whether the function runs with free sizes multiplied by factors.
+
+    Returns:
+        The factors, all but 1 different: a factor that sizes have in common where they must be equal, 1 where they must
+        equal a fixed size, and from 2 on elsewhere. ``None`` if it runs at none of them.
+    """
+    own = {symbol: factor for factor, symbol in enumerate(sorted(free), 2)}
+    if runs(own):
+        return own
+    factors = dict.fromkeys(own, 1)
+    for common, value in enumerate(sorted({*free.values()}), len(own) + 2):
+        equal = [symbol for symbol in own if free[symbol] == value]
+        sets = (part for count in range(min(len(equal), MOST_EQUAL), 0, -1) for part in combinations(equal, count))
+        some = next((part for part in sets if runs({**factors, **dict.fromkeys(part, common)})), ())
+        if len(some) < len(equal) and value not in fixed:
+            return None
+        factors |= dict.fromkeys(some, common)
+    for symbol, factor in own.items():
+        if runs({**factors, symbol: factor}):
+            factors[symbol] = factor
+    return factors
+
+
+def _attributes(leaves: Sequence[object]) -> list[str]:
+    """The attributes of the modules among ``leaves``, and what is in them."""
+    return [repr(vars(leaf)) for leaf in leaves if isinstance(leaf, nn.Module)]
+
+
+class _Empty(NamedTuple):
+    """A tensor without data."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object:
+    """A tensor, or a length, of other sizes: free sizes times factors ``by``, sizes equal to ``doubled`` times 2."""
+
+    def resized(size: Any) -> int:
+        return 2 * size if not is_free(size) and size == doubled else length_when(size, by)
+
+    if isinstance(leaf, Tensor):
+        return _Empty([resized(size) for size in leaf.shape], leaf.dtype, leaf.device)
+    return resized(leaf) if isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool) else leaf
+
+
+def is_deeper(first: Trial, trial: Callable[[], Trial]) -> bool:
+    """Whether more ops of a function wait for each other in another trial; ``False`` if it does not run."""
+    try:
+        return trial().depth > first.depth
+    except Exception:  # as axes that must be as long as before
+        return False
+
+
+def sizes_of_results(first: Trial, longer: Trial, known: Mapping[tuple[int, int], Any]) -> list[Any] | None:
+    """The sizes of all results, flat; ``None`` if one is neither constant nor a size of the arguments.
+
+    Args:
+        first: a trial.
+        longer: another, at other sizes.
+        known: the length in both trials → the size of the arguments.
+    """
+    if first.structure != longer.structure or not any(isinstance(leaf, Tensor) for leaf in first.leaves):
+        return None
+    found = []
+    for a, b in zip(first.leaves, longer.leaves, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            for pair in zip(a.shape, b.shape, strict=True):
+                if pair[0] != pair[1] and pair not in known:
+                    return None
+                found.append(known[pair] if pair in known else pair[0])
+        elif a is not None or b is not None:
+            return None
+    return found
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the ATen ops that run, and those that wait for each other, and sees decays in closed form."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.decays = 0, False
+        self.depths: dict[int, int] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._held: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        result, name = func(*args, **(kwargs or {})), (aten_name(func) or "").removesuffix("_")
+        if isinstance(result, Tensor) and result.is_floating_point():
+            summed = any(id(leaf) in self._sums for leaf in pytree.tree_leaves((args, kwargs)))
+            self.decays |= name in PRODUCTS or (summed and name in EXPONENTIALS)
+            if summed or name in DECAY_SUMS:
+                self._sums[id(result)] = result  # held, so that no other gets its id
+        self._deepen(func, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(result))
+        return result
+
+    def _deepen(self, func: Any, read: Sequence[object], made: Sequence[object]) -> None:
+        """Notes how many ops each result waits for: a view as many as what it is of, for turns may fill one tensor."""
+        before = {storage_of(each): each for each in read if isinstance(each, Tensor)}
+        depth = max((self.depths.get(storage, 0) for storage in before), default=0)
+        for each in made:
+            if isinstance(each, Tensor):
+                storage, writes = storage_of(each), func._schema.is_mutable
+                is_step = storage not in before or (writes and aten_name(func) not in FILLING)
+                if is_step or writes:
+                    self.depths[storage] = depth + is_step
+                    self._held.append(each)
