@@ -29,7 +29,7 @@ class KnownCall:
         order: the number of the leaf that each placeholder takes.
         names: of the placeholders.
         captured: of each placeholder the kind of tensor, or the constant that is written into the graph.
-        repeated: the numbers of leaves that are the same object as another, with the constant that they are.
+        others: the numbers of leaves that no placeholder takes, defaults that were passed, each with its value.
     """
 
     structure: pytree.TreeSpec
@@ -39,7 +39,7 @@ class KnownCall:
     order: tuple[int, ...]
     names: tuple[str, ...]
     captured: tuple[object, ...]
-    repeated: tuple[tuple[int, object], ...]
+    others: tuple[tuple[int, object], ...]
 
     def leaves(self, structure: pytree.TreeSpec, given: Sequence[object]) -> list[object] | None:
         """The leaves of a call in the order of the placeholders; ``None`` if it is another kind of call.
@@ -50,7 +50,7 @@ class KnownCall:
         if graph.revision != self.revision or graph.meta.get(SIZES) is not sizes or self.structure != structure:
             return None
         leaves = [given[index] for index in self.order]
-        if not all(map(fits, leaves, self.captured)) or not all(fits(given[i], each) for i, each in self.repeated):
+        if not all(map(fits, leaves, self.captured)) or not all(fits(given[i], each) for i, each in self.others):
             return None
         if sizes is not None and (sizes.limits or sizes.names or sizes.values):
             by_name = dict(zip(self.names, leaves, strict=True))
@@ -91,13 +91,16 @@ class KnownCalls:
         places = {id(leaf): index for index, leaf in enumerate(given)}
         tensors = [id(leaf) for leaf in given if isinstance(leaf, Tensor)]
         nodes = graph.graph.find_nodes(op="placeholder")
-        is_clear = all("val" in node.meta for node in nodes) and len({*tensors}) == len(tensors) and all(
-            isinstance(leaf, Tensor) or is_plain(leaf) for leaf in given)
-        if is_clear and len(given) == len(ordered) == len(nodes) and all(id(leaf) in places for leaf in ordered):
+        is_clear = all("val" in node.meta for node in nodes) and len({*tensors}) == len(tensors)
+        if is_clear and len(ordered) == len(nodes) and all(id(leaf) in places for leaf in ordered):
             order = tuple(places[id(leaf)] for leaf in ordered)
+            others = tuple((index, leaf) for index, leaf in enumerate(given) if index not in order)
+            if not all(is_plain(leaf) for _, leaf in others) or not all(
+                    isinstance(leaf, Tensor) or is_plain(leaf) for leaf in ordered):
+                return
             call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order,
                              tuple(str(node.target) for node in nodes), tuple(captured_kind(node) for node in nodes),
-                             tuple((index, leaf) for index, leaf in enumerate(given) if index not in order))
+                             others)
             self._calls = [call, *self._calls[:MOST - 1]]
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:

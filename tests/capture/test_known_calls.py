@@ -34,6 +34,17 @@ def test_a_known_call_is_checked_no_more(monkeypatch):
     assert torch.equal(model(y=x, x=x + 1), (x + 1) - 2 * x)
 
 
+def test_a_default_that_is_passed_is_known_too(monkeypatch):
+    """As generate() passes ``logits_to_keep=0``."""
+    model, x = prepared(), torch.randn(5, 4)
+    expected = model(x=x, flag=True, scale=1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(prepared_model, "check_inputs", None)
+        assert torch.equal(model(x=x[:2], flag=True, scale=1.0), expected[:2])
+    with pytest.raises(CaptureError, match="scale"):
+        model(x=x, flag=True, scale=2.0)
+
+
 def test_one_tensor_twice_is_not_remembered():
     model, x = prepared(), torch.randn(5, 4)
     model(y=x, x=x)
