@@ -25,6 +25,9 @@ from qtk.torch_private import (
 DECAY_SUMS, PRODUCTS, EXPONENTIALS = ("cumsum",), ("cumprod",), ("exp", "exp2", "expm1")
 """Ops that add up what came before, that multiply it, and that make a factor of a sum."""
 
+SUMS = ("add", "sub", "addcmul")
+"""Ops that add to a state."""
+
 FILLING = ("copy_", "fill_", "zero_", "index_put_", "index_copy_")
 """Ops that write what others have computed into a part of a tensor."""
 
@@ -40,7 +43,8 @@ class Trial(NamedTuple):
         leaves: the leaves of the result.
         num_ops: the number of ATen ops.
         depth: the most of them of which each reads what the one before made.
-        decays: whether it computes a decay in closed form.
+        decays: whether it computes a decay in closed form, or one step of a decay of a state.
+        written: the numbers of the arguments that it writes into, each the state of such a step.
     """
 
     structure: pytree.TreeSpec
@@ -48,6 +52,7 @@ class Trial(NamedTuple):
     num_ops: int
     depth: int
     decays: bool
+    written: tuple[int, ...]
 
 
 class Trials:
@@ -63,7 +68,7 @@ class Trials:
     ) -> Trial:
         """Runs it with free sizes multiplied by ``factors``, and in ``kinds`` sizes equal to ``doubled`` by 2.
 
-        Raises: ValueError if it writes into a tensor, or into its module; whatever it raises itself.
+        Raises: ValueError if it writes into a tensor that is no state, or into its module; whatever it raises itself.
         """
         resized = [_resized(leaf, factors, doubled if isinstance(leaf, kinds) else None) for leaf in leaves]
         key = f"{structure} {resized}"
@@ -72,17 +77,20 @@ class Trials:
         return self._known[key]
 
     def _run(self, structure: pytree.TreeSpec, leaves: list[object]) -> Trial:
-        """Runs the function on tensors without data. Raises: ValueError if it writes into one, or into its module."""
+        """Runs the function on tensors without data. Raises: ValueError if it writes into what is no state."""
         with without_modes(), torch.no_grad(), FakeTensorMode():
             given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, _Empty) else leaf
                      for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(given, structure)
             before = _attributes(given)
-            with _Ops() as ops:
+            with _Ops(given) as ops:
                 result, of = pytree.tree_flatten(self._function(*args, **kwargs))
-        if any(isinstance(leaf, Tensor) and version_of(leaf) for leaf in given) or _attributes(given) != before:
+        written = {index: storage_of(leaf) for index, leaf in enumerate(given)
+                   if isinstance(leaf, Tensor) and version_of(leaf)}
+        if not {*written.values()} <= ops.steps or _attributes(given) != before:
             raise ValueError("it writes into an argument")
-        return Trial(of, result, ops.count, max(ops.depths.values(), default=0), ops.decays)
+        decays = ops.decays or bool(written)
+        return Trial(of, result, ops.count, max(ops.depths.values(), default=0), decays, (*written,))
 
 
 def factors_of_sizes(
@@ -174,11 +182,15 @@ def sizes_of_results(first: Trial, longer: Trial, known: Mapping[tuple[int, int]
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ATen ops that run, and those that wait for each other, and sees decays in closed form."""
+    """Counts the ATen ops that run, and those that wait for each other, and sees decays of what is ``given``."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.decays = 0, False
+        self.steps: set[int] = set()
+        self._states = {id(each): storage_of(each) for each in given if isinstance(each, Tensor)}
+        self._exponentials: set[int] = set()
+        self._decayed: dict[int, int] = {}
         self.depths: dict[int, int] = {}
         self._sums: dict[int, Tensor] = {}
         self._held: list[Tensor] = []
@@ -193,8 +205,29 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.decays |= name in PRODUCTS or (summed and name in EXPONENTIALS)
             if summed or name in DECAY_SUMS:
                 self._sums[id(result)] = result  # held, so that no other gets its id
+            self._held.append(result)
+            self._note_step(name, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)],
+                            id(result))
         self._deepen(func, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(result))
         return result
+
+    def _note_step(self, name: str, read: Sequence[Tensor], result: int) -> None:
+        """Notes a state that is multiplied by an exponential, added to, and written back into its storage."""
+        pairs = [(result, each) for each in read]
+        if name in EXPONENTIALS:
+            self._exponentials.add(result)
+        elif name == "copy":
+            self.steps |= {storage for each in read[1:] if (storage := self._decayed.get(id(each))) is not None
+                           and storage == storage_of(read[0])}
+        elif name == "mul" and len(read) == 2:
+            for state, factor in (read, read[::-1]):
+                if id(state) in self._states and id(factor) in self._exponentials:
+                    self._decayed[result] = self._states[id(state)]
+        elif name in SUMS or len(read) == 1:
+            self._decayed |= {made: self._decayed[id(each)] for made, each in pairs if id(each) in self._decayed}
+        if len(read) == 1:  # a view or a cast
+            self._states |= {made: self._states[id(each)] for made, each in pairs if id(each) in self._states}
+            self._exponentials |= {made for made, each in pairs if id(each) in self._exponentials}
 
     def _deepen(self, func: Any, read: Sequence[object], made: Sequence[object]) -> None:
         """Notes how many ops each result waits for: a view as many as what it is of, for turns may fill one tensor."""

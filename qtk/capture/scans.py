@@ -3,11 +3,12 @@
 Such a function loops over time steps, or over chunks of them, and a tracer unrolls the loop: the graph grows with the
 length and holds at that length alone. A function, or a method, is kept whole if
 
-1. it takes tensors, numbers and text, writes into none of them, nor into attributes of its module, and reads no other
-   tensor and no module: the weights of layers stay edges of the graph, and none is multiplied with in it;
+1. it takes tensors, numbers and text, writes into none of them but a state, nor into attributes of its module, and
+   reads no other tensor and no module: weights of layers stay edges of the graph, and none is multiplied with in it;
 2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
-   cumulative product; where all inputs that make it longer are of one length, as the heads of an attention may be that
-   a loop runs over, each turn must read what the one before made;
+   cumulative product; or one step of a decay: its state becomes, in place, a sum with its product by an exponential;
+   where all inputs that make it longer are of one length, as the heads of an attention may be that a loop runs over,
+   each turn must read what the one before made;
 3. each axis of its results is as long as one of its arguments, or always the same.
 
 Where such functions are is seen in a run of the model; that a call is one is tried on tensors without data, at two
@@ -162,12 +163,17 @@ class _Caller:
         if found is None or not _made_equal(sizes, free, factors):
             return None
         made = [leaf for leaf in first.leaves if isinstance(leaf, Tensor)]
-        self._scans.append(Scan(self._function, structure, leaves, (*tensors, *lengths)))
+        states = [tensors[index] for index in first.written]
+        made += states
+        found += [size for state in states for size in state.shape]
+        self._scans.append(Scan(self._function, structure, leaves, (*tensors, *lengths), first.written))
         outputs = iter(SCAN(
             [*tensors.values()], [*lengths.values()], found, [each.ndim for each in made],
             " ".join(str(each.dtype).removeprefix("torch.") for each in made), len(self._scans) - 1,
         ))
         results = [next(outputs) if isinstance(leaf, Tensor) else None for leaf in first.leaves]
+        for state in states:
+            state.copy_(next(outputs))
         return (pytree.tree_unflatten(results, first.structure),)
 
 
@@ -269,6 +275,8 @@ class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = (aten_name(func) or "").removesuffix("_")
         if name in (*DECAY_SUMS, *PRODUCTS) and result.is_floating_point():
             self._note(frames)
+        if name == "copy" and frames and any(each is operands[0] for each in frames[-1][0].f_locals.values()):
+            self._note(frames[-1:])
         if is_product(func) and any(each.ndim > 1 for each in static):
             self.layers |= {frame.f_code for frame, _ in frames}
         return result

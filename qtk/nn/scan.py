@@ -28,16 +28,17 @@ class Scan(nn.Module):
         structure: the structure of its arguments ``(args, kwargs)``.
         leaves: the leaves of these: numbers and text; what stands at ``values`` is not read.
         values: the positions in ``leaves`` of tensors, and then of lengths, in the order in which they are passed.
+        written: the positions of tensors that the function writes into; it gets copies, which are results.
     """
 
     def __init__(
         self, function: Callable[..., object], structure: pytree.TreeSpec, leaves: Sequence[object],
-        values: Sequence[int],
+        values: Sequence[int], written: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.function, self._structure = function, structure
         self._leaves = [None if index in values else copy.deepcopy(leaf) for index, leaf in enumerate(leaves)]
-        self._values = tuple(values)
+        self._values, self._written = tuple(values), tuple(written)
 
     @property
     def modules_passed(self) -> list[nn.Module]:
@@ -51,13 +52,14 @@ class Scan(nn.Module):
         return super().train(mode)
 
     def forward(self, *values: Tensor | int) -> tuple[Tensor, ...]:
-        """The tensors that the function returns, in order. Args: values: tensors, then lengths."""
+        """The tensors that the function returns, in order, then those it wrote. Args: values: tensors, then lengths."""
         leaves: list[object] = list(self._leaves)
         for index, value in zip(self._values, values, strict=True):
-            leaves[index] = value
+            leaves[index] = value.clone() if index in self._written and isinstance(value, Tensor) else value
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        result = self.function(*args, **kwargs)
-        return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        result = pytree.tree_leaves(self.function(*args, **kwargs))
+        results = [*result, *(leaves[index] for index in self._written)]
+        return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
 
     def extra_repr(self) -> str:
         """The function, and its arguments that are no tensors."""

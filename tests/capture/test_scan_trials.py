@@ -44,6 +44,36 @@ def test_a_function_that_writes_raises(writes):
         run(writes, *module, torch.zeros(2))
 
 
+def decayed(state, x, rate):
+    new = state.double() * (x * rate).exp()[..., None] + x[..., None]
+    state.copy_(new.to(state.dtype))
+    return new.sum(-1)
+
+
+def softened(state, x, rate):
+    """Writes a state that no exponential multiplies."""
+    state.copy_(state * rate[:, None] + (x * rate).exp()[..., None])
+    return state.sum(-1)
+
+
+def elsewhere(state, x, rate):
+    """The decayed state goes into another argument."""
+    x.copy_((state * x.exp()[..., None] + 1).sum(-1))
+    return x
+
+
+def test_a_step_of_a_decay_writes_its_state():
+    trial = run(decayed, torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(3))
+    assert trial.decays
+    assert trial.written == (0,)
+
+
+@pytest.mark.parametrize("function", [softened, elsewhere])
+def test_what_writes_anything_else_raises(function):
+    with pytest.raises(ValueError, match="writes into an argument"):
+        run(function, torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(3))
+
+
 def test_equal_arguments_are_tried_once():
     calls = []
 

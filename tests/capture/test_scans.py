@@ -343,6 +343,57 @@ def test_a_state_is_as_many_and_as_wide_as_the_inputs(batch):
             assert torch.equal(got, wanted)
 
 
+def selective_step(state, x, decay):
+    """One token: writes the state, as the kernels of state-space models do."""
+    new = state * torch.exp(-decay) + x
+    state.copy_(new)
+    return new * 2
+
+
+def selective_scan(x, decay):
+    """All tokens."""
+    state, states = torch.zeros_like(x[:, 0]), []
+    for step in range(x.shape[1]):
+        state = state * torch.exp(-decay[:, step]) + x[:, step]
+        states.append(state)
+    return torch.stack(states, 1), state
+
+
+class Selective(nn.Module):
+    """A recurrence over all tokens, or one step from the state of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.out = nn.Linear(6, 12), nn.Linear(6, 6)
+
+    def forward(self, x, state=None):
+        values, decays = self.proj(x).chunk(2, -1)
+        if state is None:
+            states, last = selective_scan(values, F.softplus(decays))
+            return self.out(states * 2), last
+        state = state.clone()
+        return self.out(selective_step(state, values[:, 0], F.softplus(decays[:, 0])))[:, None], state
+
+
+@torch.no_grad()
+def test_one_step_is_a_scan_in_float_that_goes_on_where_all_steps_end():
+    torch.manual_seed(0)
+    model, x = Selective().eval(), torch.randn(3, 9, 6)
+    step, whole = {"x": x[:, :1], "state": torch.randn(3, 6)}, {"x": x}
+    sim = qtk.QuantSim(model, step, variants=[whole], dynamic_shapes="all", states={"state": 1})
+    sim.compute_encodings([whole, step], progress=False)
+    assert {each.function for each in scans(sim.model)} == {selective_scan, selective_step}
+    assert "scan" in {str(site): why for site, why in sim.plan.unquantized.items()}["state:input"]
+    wanted, state = sim.model(x=x)[0], sim.model(x=x[:, :4])[1]
+    for token in range(4, 9):
+        before = state.clone()
+        result, after = sim.model(x=x[:, token:token + 1], state=state)
+        assert torch.equal(state, before)
+        assert (result[:, 0] - wanted[:, token]).abs().max() < 1.5 * sim.quantizers["out:out"].encoding.scale
+        state = after
+    assert (state - sim.model(x=x)[1]).abs().max() < 1e-5
+
+
 class Positions(nn.Module):
     """Sums of its own, as of position ids, and no recurrence; called by names too."""
 

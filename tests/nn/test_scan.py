@@ -30,6 +30,20 @@ def test_tensors_and_lengths_are_passed_by_position():
     assert gradient.tolist() == [0.5**5] * 2
 
 
+def stepped(x, state):
+    state.copy_(state * 0.5 + x)
+    return state + 1
+
+
+def test_a_state_that_is_written_is_left_as_it_is_and_returned():
+    leaves, structure = pytree.tree_flatten(((None, None), {}))
+    state = torch.ones(2)
+    result, written = Scan(stepped, structure, leaves, (0, 1), (1,))(torch.full((2,), 3.0), state)
+    assert state.tolist() == [1.0, 1.0]
+    assert written.tolist() == [3.5, 3.5]
+    assert result.tolist() == [4.5, 4.5]
+
+
 def test_copies_and_pickles_call_the_same_function():
     x, start = torch.randn(2, 5), torch.randn(2)
     for copied in (copy.deepcopy(scan()), pickle.loads(pickle.dumps(scan()))):
