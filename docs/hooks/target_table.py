@@ -34,7 +34,7 @@ ROLES = ("weights", "activations")
 
 
 def candidates(role: str, name: str) -> Iterator[FileTensor]:
-    """Yields a linear layer's tensors of one format: each granularity, with zero points and without, static, dynamic."""
+    """Yields a linear layer's tensors of one format: each granularity, with and without zero points, static or not."""
     blocks = BLOCK_FORMATS.get(name)
     if blocks is not None:
         yield FileTensor("", role, frozenset({"linear"}), blocks.dtype.name, "per_block", blocks.length,
