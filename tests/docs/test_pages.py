@@ -196,7 +196,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_list_of_targets_is_complete() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", page("targets.md"), re.MULTILINE)
+    first = page("targets.md").partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", first, re.MULTILINE)
     assert sorted(listed) == shipped_names("targets")
 
 
