@@ -36,7 +36,7 @@ class ErrorGradients(TorchFunctionMode):
     as they are, with more variance.
 
     Args:
-        quantizers: those to observe, which are bypassed while they are.
+        quantizers: the quantizers to observe, which are bypassed meanwhile.
         rounded: the quantizers of weights that layer-wise methods have rewritten → what they quantize when they act.
     """
 

@@ -44,7 +44,7 @@ def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
     """Finds merges whose operands differ by more than ``LARGEST_RATIO`` in range, and follows their values.
 
     Of a merge in float what is computed from it and has one range for all (``merged_members``). Leaves out merges that
-    are frozen, and those that a product with weights reads as a whole: it needs codes of one range.
+    are frozen, and values that a product with weights reads as a whole: it needs codes of one range.
     """
     sites = {site.name: site for site in simulation.plan}
     outputs: dict[str, None] = {}

@@ -44,7 +44,7 @@ def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def as_captured(
     graph: fx.Graph, signature: inspect.Signature | None, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Rebinds the arguments of a call to those that ``graph`` was captured with, in its order.
+    """Rebinds the arguments of a call to the names that ``graph`` was captured with, in its order.
 
     An argument that was omitted at capture may be passed if it is the default, and the other way round.
 
@@ -105,7 +105,7 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, object] | None:
 def check_inputs(
     graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object], sizes: ServedSizes = _ANY
 ) -> None:
-    """Compares the arguments of a call with those ``graph`` was captured for.
+    """Compares the arguments of a call with the arguments ``graph`` was captured for.
 
     A captured graph has sizes and constants written into it; with others it would compute a wrong result, or fail
     far from the cause. Arguments that do not bind to ``forward`` are left to Python's own error.

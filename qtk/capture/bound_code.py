@@ -259,7 +259,7 @@ class _Writer:
         return self._constants[key]
 
     def _source(self, argument: object, leaves: Sequence[str] = ()) -> str:
-        """An expression of a value in which names are variables, and leaves are those with their numbers."""
+        """An expression of a value in which names are variables, and leaves the variables with their numbers."""
 
         def source(value: object) -> str:
             return self._source(value, leaves)

@@ -144,7 +144,7 @@ def refuse_unreached(model: PreparedModel, exclude: Collection[str]) -> None:
 class PreparedGraph(CapturedGraph, PreparedModel):
     """A model, or one island of a model, as a single graph.
 
-    Raises: CaptureError when called with sizes or constants other than those it was captured for.
+    Raises: CaptureError when called with sizes or constants it was not captured for.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

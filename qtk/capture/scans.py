@@ -268,7 +268,7 @@ def _sizes_of_results(first: _Trial, longer: _Trial, known: Mapping[tuple[int, i
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ATen ops that run, and those that wait for each other, and sees decays in closed form."""
+    """Counts the ATen ops that run, and the ops that wait for each other, and sees decays in closed form."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -344,7 +344,7 @@ def _function_of(code: CodeType, scopes: Sequence[Mapping[str, Any]]) -> Functio
 
 
 class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the codes of the functions in whose loops ops run, and of those that multiply with a parameter."""
+    """Sees the codes of the functions in whose loops ops run, and of functions that multiply with a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

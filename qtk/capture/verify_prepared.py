@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
     Args:
         output: what the model returns.
-        buffers: the buffers afterwards, without those that changed shape or dtype (caches).
+        buffers: the buffers afterwards, without buffers that changed shape or dtype (caches).
         changed: the names of the other attributes that the run has changed.
     """
 

@@ -201,7 +201,7 @@ class ValidTokens:
         return self._masks
 
     def warn_of_unfollowed(self, names: Mapping[Quantizer, str] | Mapping[fx.Node, str]) -> None:
-        """Warns of the places where all rows were seen, though some are no tokens. ``names``: of those that matter."""
+        """Warns of the places where all rows were seen, though some are no tokens; ``names``: which places matter."""
         found = {name: self._unfollowed[place] for place, name in names.items() if place in self._unfollowed}
         missed = {name: self._unmasked[place] for place, name in names.items() if place in self._unmasked}
         if missed:

@@ -180,7 +180,7 @@ def _multiplies(row: OpRow | None) -> bool:
 
 
 def _behind(flow: Flow, value: fx.Node, is_end: Callable[[OpRow | None], bool]) -> Iterator[fx.Node]:
-    """The ops that a value is computed by, backwards through data, and through quantizers, to those that end it."""
+    """The ops that a value is computed by, backwards through data, and through quantizers, to the ops that end it."""
     pending, seen = [value], set[fx.Node]()
     while pending:
         node = maker(pending.pop())

@@ -63,7 +63,7 @@ class BatchRows:
         return value if valid is None else self._valid_rows(node, value, valid, batch)
 
     def split(self, node: fx.Node, value: Tensor, batch: int, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """The rows whose tokens count of the samples that are kept, and of those held out.
+        """The rows whose tokens count of the samples that are kept, and of the samples held out.
 
         Args:
             node: whose value it is.

@@ -43,7 +43,7 @@ SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
 
 ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
           "held", "momentum", "rewrote_weight", "original", "training", "forward")
-"""Those that may be set at any time; libraries wrap ``forward``."""
+"""Attributes that may be set at any time; libraries wrap ``forward``."""
 
 
 @public

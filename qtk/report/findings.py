@@ -170,7 +170,7 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
     where = _departure(wrong, circumstances) if wrong else _first(on)
     is_off = not agrees(on, circumstances.tolerance_db) and _is_worse(on, off)
     if is_off and is_right and not agrees(off) and not _is_worse(on, off, AMPLIFIED_DB):
-        return []  # amplified as without the optimizations, which is said of those
+        return []  # amplified as without the optimizations, where it is said
     if is_off and not wrong and _are_too_few(on.total, on.total.beyond_one_step):
         return [_too_few(on.total)]
     if circumstances.saturates and (_is_worse(on, exact) or (is_off and circumstances.saturating_weights)):

@@ -79,7 +79,7 @@ INDICES = ("index", "indices", "mask")
 """Arguments of ops that the dtype of a result does not depend on."""
 TRUTHS = ("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal",
           "logical_and", "logical_or", "logical_xor", "logical_not")
-"""Ops whose results are booleans, but for those that are written over a value of another dtype."""
+"""Ops whose results are booleans, but for ops that write over a value of another dtype."""
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
