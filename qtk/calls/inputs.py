@@ -157,7 +157,7 @@ def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     if leaves is None or not len(passed) == len(leaves) == len(names):
         raise CaptureError(
             f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(passed)}, or nested "
-            "otherwise; pass inputs like those"
+            "otherwise; pass inputs of that kind"
         )
     return leaves
 
