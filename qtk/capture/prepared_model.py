@@ -44,7 +44,7 @@ KNOWN, CAPTURED = "qtk_known", "qtk_captured"
 
 
 class PreparedModel(nn.Module):
-    """A captured model: called, trained, moved and copied like the original, with every quantizable value in a graph.
+    """Computes what the original model does, as a graph in which every quantizable value has a name.
 
     Parameters and buffers are the original's own objects, under their names.
     """
@@ -87,7 +87,7 @@ class PreparedModel(nn.Module):
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The submodule at a path of the original, whatever attributes of a prepared model have names on it."""
+        """Returns the submodule at a path of the original, even if an attribute of a prepared model has that name."""
         name, _, rest = target.partition(".")
         child = self._modules.get(name)
         return super().get_submodule(target) if child is None else child.get_submodule(rest)
