@@ -156,7 +156,7 @@ def _fields(annotations: Mapping[str, Any], keywords: list[str]) -> str:
 
 
 def fits(value: object, annotation: Any) -> bool:
-    """Whether a value is of the type that an annotation says, and the elements of a list, tuple, set or mapping too.
+    """Says whether a value, and each element of a list, tuple, set or mapping, has the annotated type.
 
     A ``bool`` is no number, for it seldom is meant as one.
 

@@ -143,7 +143,7 @@ class ErrorGradients(TorchFunctionMode):
         self, output: Tensor, switched: Mapping[Quantizer, None], again: Callable[[Quantizer], Tensor],
         of_parameters: bool,
     ) -> Tensor:
-        """What an op returned that has read values with alternatives: remembered, or watched for its gradient."""
+        """Remembers what an op returned that has read values with alternatives, or watches it for its gradient."""
         if not output.is_floating_point():
             return output
         if of_parameters:

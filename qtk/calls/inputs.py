@@ -237,7 +237,7 @@ def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tup
 
 
 def _is_alike(captured: object, value: object) -> bool:
-    """Whether two contexts are equal but for devices and dtypes, also as transformers writes them: these may change."""
+    """Says whether two contexts are equal but for devices and dtypes, which may change."""
     if isinstance(captured, (torch.device, torch.dtype)):
         return type(captured) is type(value)
     if isinstance(captured, Mapping) and isinstance(value, Mapping):

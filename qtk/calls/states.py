@@ -149,7 +149,7 @@ def _places(paths: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def _fits(given: fx.Node, returned: fx.Node) -> bool:
-    """Whether an output may be the next value of an input: equal, but that a free length may become a sum with it."""
+    """Says whether an output may be the next value of an input: equal, but a free length may become a sum."""
     mine, theirs = given.meta["val"], returned.meta["val"]
     return mine.dtype == theirs.dtype and mine.ndim == theirs.ndim and all(
         before == after or (is_free(size) and before in re.findall(r"\w+", after))

@@ -147,7 +147,7 @@ def _twin(node: fx.Node) -> OpOverload | None:
 
 
 def _is_private(node: fx.Node) -> bool:
-    """Whether no other value shares the memory that ``node`` overwrites, and the out-of-place result has its dtype."""
+    """Says whether ``node`` alone reads the memory that it overwrites, with the dtype of the result."""
     written = node.args[0]
     if not isinstance(written, fx.Node) or not all(map(_is_fresh, (written, *(u for u in written.users if u < node)))):
         return False
