@@ -220,7 +220,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         self.sizes.assert_values(given)
 
     def checks_limits(self) -> bool:
-        """Says whether its code is compiled or traced, but not by ``torch.export``, which would ask for these limits."""
+        """Says whether its code is compiled or traced, but not by ``torch.export``, which asks for these limits."""
         return (torch.compiler.is_compiling() or is_traced()) and not is_exporting()
 
     def refuse_traced(self, limit: str) -> None:
