@@ -70,8 +70,8 @@ def grown_axes(graph: CapturedGraph) -> dict[str, tuple[int, ...]]:
 def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     """Site of an input that is no state yet → what to say, where one output alone may be its next value.
 
-    Of the outputs that fit it, and that the graph computes from it and from another input, that is the one with its
-    name, or, of a graph that returns something else too, the one in the same place, if there are as many of them as of
+    Of the outputs that fit it, and that the graph computes from it and from another input, that is the output with its
+    name, or, of a graph that returns something else too, the output in the same place, if there are as many of them as of
     such inputs.
     """
     graph = roots(model).get("")

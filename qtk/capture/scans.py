@@ -7,7 +7,7 @@ length and holds at that length alone. A function, or a method, is kept whole if
    tensor and no module: the weights of layers stay edges of the graph, and none is multiplied with in it;
 2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
    cumulative product; where all inputs that make it longer are of one length, as the heads of an attention may be that
-   a loop runs over, each turn must read what the one before made;
+   a loop runs over, each turn must read what the turn before made;
 3. each axis of its results is as long as one of its arguments, or always the same.
 
 Where such functions are is seen in a run of the model; that a call is one is tried on tensors without data, at two
@@ -123,7 +123,7 @@ class _Trial(NamedTuple):
         structure: of its result.
         leaves: the leaves of the result.
         num_ops: the number of ATen ops.
-        depth: the most of them of which each reads what the one before made.
+        depth: the longest chain of ops of which each reads what the op before made.
         decays: whether it computes a decay in closed form.
     """
 

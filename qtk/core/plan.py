@@ -101,7 +101,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The leaders (sites that own their encoding), in plan order: all, or the ones selected by names or globs.
+    """The leaders (sites that own their encoding), in plan order: all, or a selection by names or globs.
 
     The name of a follower selects its leader; int32 biases, whose scale follows from two other sites, are left out.
 

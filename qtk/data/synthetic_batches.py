@@ -55,7 +55,7 @@ def synthetic_batches(
     >>> sim.compute_encodings(batches, progress=False)
 
     Inputs of floats begin as normal noise, and Adam moves them until mean and standard deviation in front of each batch
-    norm are the ones it holds (ZeroQ: Cai et al., arXiv:2001.00281, equation 3). Without batch norms they stay noise.
+    norm are its running ones (ZeroQ: Cai et al., arXiv:2001.00281, equation 3). Without batch norms they stay noise.
     Integer inputs that an embedding reads are random tokens of it; other inputs, as masks, are the example's.
 
     Args:

@@ -58,7 +58,7 @@ class _Moved:
 
 
 def plan_caches(draft: Draft) -> None:
-    """Quantizes the keys and values of every attention, also the ones held by a cache in the graph.
+    """Quantizes the keys and values of every attention, entries of a cache in the graph included.
 
     Requires: values are decided; merges are not.
     Ensures: each is in ``values`` where it has heads and is not repeated yet, if attention and caches alone read it

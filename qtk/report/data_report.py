@@ -19,7 +19,7 @@ class CalibrationSize:
     Args:
         batches: how many.
         samples: in them.
-        range_share: the mean over the sites of activations of their range, as a share of the one that all batches have.
+        range_share: the mean over the sites of activations of their range, as a share of the range of all batches.
         sqnr_db: SQNR of the outputs against the float model's.
         changed: share of the predictions that are others than with all batches; ``None``: no output holds any.
     """
