@@ -71,8 +71,8 @@ def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     """Site of an input that is no state yet → what to say, where one output alone may be its next value.
 
     Of the outputs that fit it, and that the graph computes from it and from another input, that is the output with its
-    name, or, of a graph that returns something else too, the output in the same place, if there are as many of them as of
-    such inputs.
+    name, or, of a graph that returns something else too, the output in the same place, if there are as many outputs
+    as such inputs.
     """
     graph = roots(model).get("")
     if graph is None:

@@ -66,7 +66,7 @@ def attentions(graph: fx.Graph, flow: Flow) -> Iterator[AttentionReads]:
 
 
 def cache_quantizers(flow: Flow, operand: Operand) -> list[Quantizer]:
-    """The quantizers that round keys or values: of keys and values that attention reads, and of what is merged to them."""
+    """The quantizers that round keys or values: of attention's keys and values, and of what is merged to them."""
     found: dict[Quantizer, None] = {}
     for node in _behind(flow, operand.port.value, lambda row: row is None or not row.keeps_elements):
         quantizer = quantizer_called(node)
