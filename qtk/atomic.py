@@ -168,7 +168,7 @@ def _beside(target: Path, suffix: str) -> Path:
 
 
 def _stem(target: Path) -> str:
-    """How names of what stands beside ``target`` begin; no other target has it, and it does not grow with the name."""
+    """Returns the beginning of names beside ``target``; no other target has it, and its length is fixed."""
     return f".{target.name[:32]}.{hashlib.blake2b(_bytes(target), digest_size=4).hexdigest()}-"
 
 

@@ -88,7 +88,7 @@ def public(entry: T) -> T:
 
 
 def runs_model(function: T) -> T:
-    """Marks a function that calls a model, or acts as one: what is raised in it is of the model or its inputs."""
+    """Marks a function that calls a model: exceptions raised in it are attributed to the model, not to qtk."""
     MODEL_CODE.add(function.__code__)
     return function
 
@@ -156,7 +156,7 @@ def _fields(annotations: Mapping[str, Any], keywords: list[str]) -> str:
 
 
 def fits(value: object, annotation: Any) -> bool:
-    """Whether a value is of the type that an annotation says, and the elements of a list, tuple, set or mapping too.
+    """Says whether a value, and each element of a list, tuple, set or mapping, has the annotated type.
 
     A ``bool`` is no number, for it seldom is meant as one.
 
@@ -281,7 +281,7 @@ class Settled:
     Traceback (most recent call last):
     qtk.errors.ConfigError: setting 'diameter' would have no effect: Circle has no such attribute; it has radius
 
-    Properties with a setter, private attributes and those that a subclass annotates are set as usual.
+    Properties with a setter, private and annotated attributes are set as usual.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -104,7 +104,7 @@ class QuantSim(Settled):
         activation_bits: Width = FROM_CONFIG, config: str | Path | Mapping[str, object] | QuantConfig = "default",
         dynamic_shapes: DynamicShapes = "batch", verify: bool = True,
     ) -> QuantSim:
-        """Makes the simulation of a folder of safetensors, whose weights stay in it: ``qtk.workflow.model_folder``."""
+        """Simulates a folder of safetensors, whose weights stay in its files: ``qtk.workflow.model_folder``."""
         from qtk.workflow.model_folder import model_of_folder
 
         prepared = prepare_model(model_of_folder(Path(folder), model), example_inputs, dynamic_shapes=dynamic_shapes,
@@ -131,7 +131,7 @@ class QuantSim(Settled):
 
     @property
     def model(self) -> PreparedModel:
-        """The fake-quantized model: evaluate it, train it."""
+        """Returns the fake-quantized model: evaluate it, train it."""
         return cast(PreparedModel, self._simulation.model)
 
     @model.setter
@@ -140,7 +140,7 @@ class QuantSim(Settled):
 
     @property
     def plan(self) -> QuantPlan:
-        """Every site, how it is quantized and why, and what is left in float; printable."""
+        """Returns every site, how it is quantized and why, and what stays in float; printable."""
         return self._simulation.plan
 
     @property
@@ -239,25 +239,25 @@ class QuantSim(Settled):
         return learn_ranges(self.simulation, sites, gradient_scale)
 
     def fix_ranges(self, sites: Iterable[str] | str = "*") -> list[str]:
-        """Makes learned ranges fixed ones, zero points rounded to codes; returns the sites that were learned."""
+        """Fixes learned ranges, zero points rounded to codes; returns the sites that were learned."""
         from qtk.training.learned_ranges import fix_ranges
 
         return fix_ranges(self.simulation, sites)
 
     def range_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the learned ranges, for an optimizer's group without weight decay."""
+        """Returns the parameters of the learned ranges, for an optimizer's group without weight decay."""
         from qtk.training.learned_ranges import range_parameters
 
         return range_parameters(self.simulation)
 
     def weight_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model without the parameters of learned ranges."""
+        """Returns the parameters of the model without the parameters of learned ranges."""
         from qtk.training.learned_ranges import weight_parameters
 
         return weight_parameters(self.simulation)
 
     def track_weights(self, sites: Iterable[str] | str = "*.weight") -> list[str]:
-        """Lets ranges of weights follow the weights while the model trains: ``qtk.training.learned_ranges``."""
+        """Makes ranges of weights follow the weights while the model trains: ``qtk.training.learned_ranges``."""
         from qtk.training.learned_ranges import track_weights
 
         return track_weights(self.simulation, sites)
@@ -352,7 +352,7 @@ class QuantSim(Settled):
         load_float_state(self._simulation, state)
 
     def to_original(self) -> nn.Module:
-        """The simulation as a model of the user's own class, ``generate`` included: ``qtk.workflow.original_class``."""
+        """Returns the simulation in the user's own class, with ``generate``: ``qtk.workflow.original_class``."""
         from qtk.workflow.original_class import to_original
 
         return to_original(self._simulation)

@@ -92,7 +92,7 @@ def schema_of(target: object) -> torch.FunctionSchema | None:
 
 
 def is_composed(op: object) -> bool:
-    """Whether torch writes ``op`` out as other ops, of whose results its schema does not say what they are views of."""
+    """Says whether torch writes ``op`` out as other ops, whose views its schema does not name."""
     return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd)
 
@@ -297,7 +297,7 @@ def has_length_hint(length: int | torch.SymInt) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` is tracing; the public function of torch 2.11 is true of ``torch.compile`` as well."""
+    """Says whether ``torch.export`` is tracing; torch 2.11's public function is true of ``torch.compile`` too."""
     return bool(torch.compiler._is_exporting_flag)
 
 

@@ -34,7 +34,7 @@ class ExportedName:
         op: the ONNX operator.
         call: ordinal of the operator in the module.
         output: ordinal of the output.
-        kind: kind of the ATen op, where the file says; ``call`` counts those then.
+        kind: kind of the ATen op, where the file says; ``call`` counts ops of that kind then.
     """
 
     module: str

@@ -111,7 +111,7 @@ class Choices:
     Args:
         weight: float weights.
         grid: the grid points of every weight.
-        near: grid points, of which each is one of the two; ``None``: those next to the weight.
+        near: grid points, of which each is one of the two; ``None``: the points next to the weight.
 
     Shape: one for all.
     """

@@ -12,7 +12,7 @@ from qtk.public import public
 
 @public
 def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """How far a model's class probabilities are from a teacher's: the Kullback-Leibler divergence from the teacher.
+    """Returns the Kullback-Leibler divergence of a model's class probabilities from a teacher's.
 
     >>> import torch
     >>> scores, teacher_scores = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]])

@@ -1,8 +1,8 @@
 """Cross-layer equalization: factors that give the weights before and behind a channel the same range.
 
-A factor f of a channel multiplies the rows of the weights that produce it and divides the columns of those that read
-it. Between two layers the ranges are equal at f = √(r1 r2) / r1, with r1 the largest magnitude of the producer's row
-and r2 of the consumer's column (Nagel et al., arXiv:1906.04721, eq. 11). With several producers and consumers r1
+A factor f of a channel multiplies the rows of the weights that produce it and divides the columns of the weights that
+read it. Between two layers the ranges are equal at f = √(r1 r2) / r1, with r1 the largest magnitude of the producer's
+row and r2 of the consumer's column (Nagel et al., arXiv:1906.04721, eq. 11). With several producers and consumers r1
 and r2 are the largest over all of them; chains, depthwise triples and residual regions follow from repeating this
 channel by channel until nothing moves, which is Osborne's balancing of a matrix in the maximum norm (Schulman and
 Sinclair, arXiv:1504.03026).
@@ -64,8 +64,8 @@ def equalize(
 
     Channels that only zeros produce or read keep the factor 1. No factor leaves [1 / ``BOUND``, ``BOUND``].
 
-    Most elements of a weight are never the largest of their row or column. A sweep looks at those alone that may become
-    it before the logarithm of a factor has moved by half of a window; then all are looked at again.
+    Most elements of a weight are never the largest of their row or column. A sweep looks only at elements that may
+    become it before the logarithm of a factor has moved by half of a window; then all are looked at again.
 
     >>> first = LayerMagnitudes(torch.tensor([[8.0], [1.0]]), torch.tensor([[0], [1]]), torch.tensor([[-1]]))
     >>> second = LayerMagnitudes(torch.tensor([[2.0, 4.0]]), torch.tensor([[-1]]), torch.tensor([[0, 1]]))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 POINTS = 4096
-"""Most points of a frontier; of more, those whose costs differ by less than a 4096th of the range become one."""
+"""Most points of a frontier; of more, points whose costs differ by less than a 4096th of the range become one."""
 
 OPEN = -1
 """The pick of a variable that a frontier says nothing of."""
@@ -43,7 +43,7 @@ class Frontier:
     picks: NDArray[np.int8]
 
     def within(self, budget: float) -> int | None:
-        """The point that loses least among those that cost ``budget`` at most; ``None`` if none is as cheap."""
+        """The point that loses least for ``budget`` at most; ``None`` if no point is as cheap."""
         count = int(np.searchsorted(self.costs, budget, side="right"))
         return count - 1 if count else None
 

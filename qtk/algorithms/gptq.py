@@ -95,7 +95,7 @@ class Feedback:
         return self._in_place(target)
 
     def targets(self, rounded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each weight was rounded from, what the square of its rounding error counts, and the sums of both.
+        """Returns what each weight was rounded from, what its squared rounding error counts, and the sums of both.
 
         The sums are the errors of the outputs without a constant.
 

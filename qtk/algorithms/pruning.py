@@ -1,7 +1,7 @@
 """The 2:4 mask of a weight and what its kept weights become: two of four weights pruned by the output's error.
 
 As SparseGPT (Frantar and Alistarh, arXiv 2301.00774, section 3.3) it goes through the weight once, in GPTQ's order, and
-propagates what pruning changes to the columns that remain. With the Hessian G of four columns, given those before them
+propagates what pruning changes to the columns that remain. With the Hessian G of four columns, given all columns before
 (the rows and columns of ``L Lᵀ`` in ``qtk.algorithms.gptq``), pruning the pair P of the weights w costs
 
     w_Pᵀ ([G⁻¹]_PP)⁻¹ w_P        the kept ones become  w - G⁻¹[:, P] ([G⁻¹]_PP)⁻¹ w_P

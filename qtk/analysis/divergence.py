@@ -37,7 +37,7 @@ def divergence(
     forward: Forward | None = None, num_batches: int | None = None, valid: ValidTokensOf | None = None,
     reference: nn.Module | None = None, progress: bool = True,
 ) -> Divergence:
-    """The Kullback-Leibler divergence D(float ‖ simulated) of the next-token distributions.
+    """Measures the Kullback-Leibler divergence D(float ‖ simulated) of the next-token distributions.
 
     >>> import qtk, torch
     >>> _ = torch.manual_seed(0)

@@ -36,7 +36,7 @@ class ErrorGradients(TorchFunctionMode):
     as they are, with more variance.
 
     Args:
-        quantizers: those to observe, which are bypassed while they are.
+        quantizers: the quantizers to observe, which are bypassed meanwhile.
         rounded: the quantizers of weights that layer-wise methods have rewritten → what they quantize when they act.
     """
 
@@ -143,7 +143,7 @@ class ErrorGradients(TorchFunctionMode):
         self, output: Tensor, switched: Mapping[Quantizer, None], again: Callable[[Quantizer], Tensor],
         of_parameters: bool,
     ) -> Tensor:
-        """What an op returned that has read values with alternatives: remembered, or watched for its gradient."""
+        """Remembers what an op returned that has read values with alternatives, or watches it for its gradient."""
         if not output.is_floating_point():
             return output
         if of_parameters:

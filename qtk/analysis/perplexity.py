@@ -29,7 +29,7 @@ def perplexity(
     length: int | None = None, forward: Forward | None = None, num_batches: int | None = None,
     valid: ValidTokensOf | None = None, progress: bool = True,
 ) -> float:
-    """The perplexity of a language model: ``exp`` of the mean negative log-likelihood of its tokens.
+    """Measures the perplexity of a language model: ``exp`` of the mean negative log-likelihood of its tokens.
 
     >>> import qtk, torch
     >>> _ = torch.manual_seed(0)

@@ -32,7 +32,7 @@ class SimulatedValues:
     """Records what the quantizers of a graph return. Close it when done: it hooks into them.
 
     A quantizer that several sites share is called in the order of its sites, over and over in a loop that a file holds
-    unrolled. Sites inside a loop that a file keeps are not recorded, nor those that share a quantizer with one.
+    unrolled. Sites inside a loop that a file keeps are not recorded, nor sites that share a quantizer with one.
 
     Args:
         graph: a simulating graph.

@@ -137,7 +137,7 @@ def calibrate(
 def sites_to_calibrate(
     simulation: Simulation, names: Iterable[str] | str | None = None, *, only_missing: bool = False
 ) -> dict[Site, SitePlan]:
-    """The leaders that are not frozen, all or those selected by ``names``; ``only_missing``: without an encoding.
+    """The leaders that are not frozen, all or the selection ``names``; ``only_missing``: without an encoding.
 
     Raises: CalibrationError for a name or glob that matches no site.
     """

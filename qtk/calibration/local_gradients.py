@@ -31,7 +31,7 @@ class LocalGradients(TorchFunctionMode):
     that come next, whose square has the sum above as its expectation.
 
     Args:
-        observers: those that sum the weights.
+        observers: the observers that sum the weights.
         tokens: which rows of the values count.
     """
 

@@ -31,7 +31,7 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 
 ELEMENTWISE = frozenset({Scaling.KEPT, Scaling.CLAMPED, Scaling.ADDED, Scaling.MULTIPLIED, Scaling.DIVIDED})
-"""What becomes of factors of channels in ops that compute each element from those at its own place."""
+"""What becomes of factors of channels in ops that compute each element from the elements at its own place."""
 
 NO_MEMBER = -1.0
 """The label of elements that are none of a member."""

@@ -29,7 +29,7 @@ def raise_scales(simulation: Simulation, weights: Collection[Site] | None = None
 
     Args:
         simulation: calibrated or not; biases without scales are left out.
-        weights: the sites whose encodings may change; ``None``: those that are not frozen.
+        weights: the sites whose encodings may change; ``None``: sites that are not frozen.
     """
     plan, quantizers = simulation.plan, simulation.quantizers
     biases = {site: decided.factors for site, decided in plan.items() if decided.factors and quantizers[site].ready}

@@ -1,6 +1,6 @@
 """Keeps a sample of the values of every site while they are observed, of each member of a merged group on its own.
 
-At the end of a calibration they are quantized with its encodings, and those that lose too much are judged one by one.
+At the end of a calibration they are quantized with its encodings, and sites that lose too much are judged one by one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SiteSamples:
     Args:
         simulation: its graphs.
         quantizers: leader → quantizer, of which values are kept.
-        tokens: which tokens count; observers are given those alone already.
+        tokens: which tokens count; observers get these alone already.
     """
 
     def __init__(

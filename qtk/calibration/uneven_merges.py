@@ -44,7 +44,7 @@ def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
     """Finds merges whose operands differ by more than ``LARGEST_RATIO`` in range, and follows their values.
 
     Of a merge in float what is computed from it and has one range for all (``merged_members``). Leaves out merges that
-    are frozen, and those that a product with weights reads as a whole: it needs codes of one range.
+    are frozen, and values that a product with weights reads as a whole: it needs codes of one range.
     """
     sites = {site.name: site for site in simulation.plan}
     outputs: dict[str, None] = {}
@@ -69,7 +69,7 @@ def _is_uneven(members: list[Site], samples: SiteSamples) -> bool:
 
 
 def _joins_uneven(site: Site | None, samples: SiteSamples) -> bool:
-    """Whether a site, the value of an op, holds elements of operands of a float merge that differ too much in range."""
+    """Says whether an op's value holds elements of operands of a float merge that differ too much in range."""
     if site is None or site not in samples.members or not site.port.startswith("out"):
         return False
     of_members = [float(values.abs().nan_to_num(posinf=0.0).amax()) for values in samples.members[site].values()]

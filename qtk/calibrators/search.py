@@ -1,4 +1,4 @@
-"""Searches candidate encodings for the one of least error, for many sites together and in bounded memory."""
+"""Searches candidate encodings for the least error, for many sites together and in bounded memory."""
 
 from __future__ import annotations
 

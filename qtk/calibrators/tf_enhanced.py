@@ -2,7 +2,7 @@
 
 The candidates are the same as in AIMET 2.x: with N = qmax - qmin and the observed range widened to hold 0,
 
-    symmetric     scales k/100 of the one that holds the range, k = 1…101
+    symmetric     scales k/100 of the scale that holds the range, k = 1…101
     asymmetric    scales k/16 of it, k = 1…17, each with 20 starts of the range from -N to 0 scales, and with the
                   observed minimum as its start; every range clamped to the observed one
 

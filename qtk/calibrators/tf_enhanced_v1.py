@@ -13,7 +13,7 @@ N = qmax - qmin; the observed range goes from the left end of the first occupied
                   i = 0…20: skipped if wider than the observed range on both sides, else clamped to it; and the
                   observed range itself
     cost          ``Σ share · (x - x̂)²`` over the middles of the bins inside the candidate's range, and
-                  ``gamma · Σ share · (x - end)²`` over those outside, where ``end`` is the middle of the bin in which
+                  ``gamma · Σ share · (x - end)²`` over the values outside; ``end`` is the middle of the bin in which
                   the range ends
 """
 

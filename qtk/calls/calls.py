@@ -27,7 +27,7 @@ class Call:
         kwargs: keyword arguments.
         output: the value returned; ``None`` where it is not known.
         valid: which tokens of its inputs count; ``None``: all.
-        buffers: name → value before the call of the buffers that it writes; those left out have their present values.
+        buffers: name → value before the call of the buffers that it writes; buffers left out have their present values.
     """
 
     args: tuple[Any, ...]

@@ -44,7 +44,7 @@ def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def as_captured(
     graph: fx.Graph, signature: inspect.Signature | None, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Rebinds the arguments of a call to those that ``graph`` was captured with, in its order.
+    """Rebinds the arguments of a call to the names that ``graph`` was captured with, in its order.
 
     An argument that was omitted at capture may be passed if it is the default, and the other way round.
 
@@ -105,7 +105,7 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, object] | None:
 def check_inputs(
     graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object], sizes: ServedSizes = _ANY
 ) -> None:
-    """Compares the arguments of a call with those ``graph`` was captured for.
+    """Compares the arguments of a call with the arguments ``graph`` was captured for.
 
     A captured graph has sizes and constants written into it; with others it would compute a wrong result, or fail
     far from the cause. Arguments that do not bind to ``forward`` are left to Python's own error.
@@ -157,7 +157,7 @@ def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     if leaves is None or not len(passed) == len(leaves) == len(names):
         raise CaptureError(
             f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(passed)}, or nested "
-            "otherwise; pass inputs like those"
+            "otherwise; pass inputs of that kind"
         )
     return leaves
 
@@ -237,7 +237,7 @@ def _registered_children(name: str, value: object, spec: pytree.TreeSpec) -> tup
 
 
 def _is_alike(captured: object, value: object) -> bool:
-    """Whether two contexts are equal but for devices and dtypes, also as transformers writes them: these may change."""
+    """Says whether two contexts are equal but for devices and dtypes, which may change."""
     if isinstance(captured, (torch.device, torch.dtype)):
         return type(captured) is type(value)
     if isinstance(captured, Mapping) and isinstance(value, Mapping):

@@ -83,7 +83,7 @@ class ServedSizes:
         return f"sizes follow from the values of {', '.join(self.values)}, which are written into the graph"
 
     def other_values(self, leaves: Mapping[str, object]) -> str | None:
-        """The first input, of those whose values are written into the graph, that has others in a call."""
+        """The first input whose values are written into the graph and that has others in a call."""
         for name, values in self.values.items():
             leaf = leaves[name]
             if not isinstance(leaf, Tensor) or leaf.tolist() != values:

@@ -127,7 +127,7 @@ def call_kind(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs
 
 
 def _given(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → argument, of those that are not their default; what ``*args`` takes is named by its position."""
+    """Name → argument, where it is not the default; what ``*args`` takes is named by its position."""
     parameters = {} if signature is None else signature.parameters
     names = [name for name, parameter in parameters.items()
              if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]

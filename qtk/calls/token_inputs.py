@@ -51,7 +51,7 @@ class CoveredLayouts:
 
     Args:
         by_mask: the layouts from the inputs of each mask; ``None`` for one without inputs.
-        unmasked: those from inputs that no mask covers, ``None`` if there are none.
+        unmasked: the sites computed from inputs that no mask covers, ``None`` if there are none.
         names: of these inputs.
     """
 
@@ -66,7 +66,7 @@ class CoveredLayouts:
 
     @property
     def calls(self) -> list[tuple[Quantizer, Covered]]:
-        """The calls of quantizers in order; those in modules that are run as a whole are named once."""
+        """The calls of quantizers in order; calls in a module that is run as a whole are named once."""
         known = next(each for each in self._by_mask if each is not None)
         found: list[tuple[Quantizer, Covered]] = []
         for index, (quantizer, _) in enumerate(known.calls):

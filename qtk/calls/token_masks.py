@@ -18,7 +18,7 @@ class TokenMasks:
     Args:
         masks: true where a token counts.
         names: of the inputs that hold them; ``None`` where a function made one.
-        inputs: the names of the inputs whose tokens each is of; ``None``: those that begin with its axes.
+        inputs: the names of the inputs whose tokens each is of; ``None``: the inputs that begin with its axes.
 
     Shape: ``masks`` bool [samples, tokens] each.
     """
@@ -72,7 +72,7 @@ class TokenMasks:
 
 
 def _beginnings(names: Sequence[list[str]]) -> list[list[str]]:
-    """The words of each name in front of those that all names end with: ``decoder`` of ``decoder_attention_mask``."""
+    """The words of each name in front of their common ending: ``decoder`` of ``decoder_attention_mask``."""
     common = 0
     while all(len(name) > common for name in names) and len({name[-1 - common] for name in names}) == 1:
         common += 1

@@ -94,7 +94,7 @@ def _state(code: CapturedGraph) -> list[tuple[dict[str, Any], str]]:
 
 
 def _quantizers(code: CapturedGraph) -> list[Quantizer]:
-    """The quantizers that ``code`` calls, those inside of composites too."""
+    """The quantizers that ``code`` calls, quantizers inside of composites too."""
     called = [module for node in code.graph.nodes if (module := called_module(node)) is not None]
     return [inner for module in called for inner in module.modules() if isinstance(inner, Quantizer)]
 

@@ -259,7 +259,7 @@ class _Writer:
         return self._constants[key]
 
     def _source(self, argument: object, leaves: Sequence[str] = ()) -> str:
-        """An expression of a value in which names are variables, and leaves are those with their numbers."""
+        """An expression of a value in which names are variables, and leaves the variables with their numbers."""
 
         def source(value: object) -> str:
             return self._source(value, leaves)
@@ -285,7 +285,7 @@ class _Writer:
 
 
 def _runs_its_code(graph: CapturedGraph) -> bool:
-    """Whether a call of a graph runs the code that torch has generated, and not what a library has put in its place."""
+    """Says whether a call of a graph runs torch's generated code, which no library has replaced."""
     code = getattr(type(graph).forward, "__code__", None)
     return isinstance(code, CodeType) and GRAPH_FILE in code.co_filename and (
         not any(vars(graph).get(name) for name in CALL_ATTRIBUTES))
@@ -299,7 +299,7 @@ def _is_write(target: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _function_of(target: object) -> object:
-    """What to call with positional arguments: Python's own binding of an ATen operator, which reads no schema."""
+    """Returns what to call with positional arguments: Python's binding of an ATen operator, which reads no schema."""
     schema = schema_of(target)
     if schema is None or not isinstance(target, OpOverload) or target.namespace != "aten" or schema.is_mutable:
         return target

@@ -5,7 +5,7 @@ writes all buffers in place at the end of a graph. What is in the memory of a bu
 another one, has changed by then; and where the value that a buffer takes is returned too, the exporter returns the
 buffer, which the next call changes.
 
-A buffer that one graph of a model writes is data in all of them: those that only read it pass it on, so that it is a
+A buffer that one graph of a model writes is data in all graphs: a graph that only reads it returns it, so that it is a
 state of their files too.
 """
 

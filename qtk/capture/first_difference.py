@@ -23,7 +23,7 @@ from qtk.operators.targets import module_calls
 def first_difference(original: nn.Module, graph: CapturedGraph, calls: Sequence[Call]) -> str | None:
     """Path of the first innermost submodule whose output differs in the graph, with the difference, as text.
 
-    ``None`` if none differs, in any of ``calls``, among those that return one tensor, or the graph does not run.
+    ``None`` if none differs, in any of ``calls``, among the modules that return one tensor, or the graph does not run.
     """
     try:
         return next((text for call in calls if (text := _in_call(original, graph, call))), None)

@@ -32,7 +32,7 @@ LeafAxis: TypeAlias = tuple[int, int]
 
 
 def check_dynamic_shapes(dynamic_shapes: DynamicShapes) -> None:
-    """Checks the type of ``dynamic_shapes``. Raises: CaptureError if it is none of those in ``DynamicShapes``."""
+    """Checks the type of ``dynamic_shapes``. Raises: CaptureError if it is not in ``DynamicShapes``."""
     if isinstance(dynamic_shapes, str):
         known = dynamic_shapes in ("batch", "all")
     else:

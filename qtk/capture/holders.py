@@ -168,7 +168,7 @@ def hold_constants(root: nn.Module, captured: fx.GraphModule) -> None:
 
 
 def holder(root: nn.Module, path: str) -> nn.Module:
-    """The module at a path or target below ``root``; creates it, and those around it, if missing. Changes ``root``."""
+    """The module at a path or target below ``root``; creates missing modules on the way. Changes ``root``."""
     for name in filter(None, path_of(path).split(".")):
         child = root._modules.get(name)
         if child is None:

@@ -1,4 +1,4 @@
-"""Searches the modules of a model that is no one graph for those that are: islands in its own Python.
+"""Searches the modules of a model that is no one graph for modules that are: islands in its own Python.
 
 Each module that the model calls is tried from the first rung of the ladder on, with the inputs it was called with; one
 that is no graph keeps its code (``python``), and the modules that it calls are tried, or it is left as it is
@@ -86,7 +86,7 @@ def capture_tree(
 
 
 class _IslandSearch:
-    """The search for islands: those captured so far, and one ``Part`` for every module that was tried."""
+    """The search for islands: the islands captured so far, and one ``Part`` for every module that was tried."""
 
     def __init__(
         self, model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: Collection[str],
@@ -175,7 +175,7 @@ class _IslandSearch:
             self._note(module, self.paths[module], OPAQUE, reason)
 
     def note_uncalled(self, model: nn.Module) -> None:
-        """Records modules with parameters that the example inputs do not run, as excluded those that are."""
+        """Records modules with parameters that the example inputs do not run; excluded modules as excluded."""
         noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
         for module in model.modules():
             if module in self.parts or module in noted or not list(module.parameters(recurse=False)):

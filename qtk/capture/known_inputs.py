@@ -50,7 +50,7 @@ def _is_integer(leaf: object) -> bool:
 
 
 def _must_fit(model: nn.Module, call: Call, number: int) -> bool:
-    """Whether the model fails where all values of a leaf that are above 1 are one less, and so are still indices."""
+    """Says whether the model fails if all values of a leaf above 1 are one less, and so are still indices."""
     leaves, structure = pytree.tree_flatten(detached((call.args, call.kwargs)))
     is_more = leaves[number] > 1
     if not bool(is_more.any()):  # of masks too, of which none can be subtracted

@@ -261,7 +261,7 @@ def _size(guard: SizeGuard) -> int:
 
 
 def _joint(trials: OtherSizes) -> Iterator[Lengths]:
-    """Lengths in which all free axes differ from the example, those most likely to run first."""
+    """Lengths in which all free axes differ from the example, the likeliest to run first."""
     lengths = {axis: trials.lengths[axis] for axis in trials.symbols}
     if not lengths:
         return

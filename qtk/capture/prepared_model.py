@@ -44,7 +44,7 @@ KNOWN, CAPTURED = "qtk_known", "qtk_captured"
 
 
 class PreparedModel(nn.Module):
-    """A captured model: called, trained, moved and copied like the original, with every quantizable value in a graph.
+    """Computes what the original model does, as a graph in which every quantizable value has a name.
 
     Parameters and buffers are the original's own objects, under their names.
     """
@@ -87,7 +87,7 @@ class PreparedModel(nn.Module):
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The submodule at a path of the original, whatever attributes of a prepared model have names on it."""
+        """Returns the submodule at a path of the original, even if an attribute of a prepared model has that name."""
         name, _, rest = target.partition(".")
         child = self._modules.get(name)
         return super().get_submodule(target) if child is None else child.get_submodule(rest)
@@ -144,7 +144,7 @@ def refuse_unreached(model: PreparedModel, exclude: Collection[str]) -> None:
 class PreparedGraph(CapturedGraph, PreparedModel):
     """A model, or one island of a model, as a single graph.
 
-    Raises: CaptureError when called with sizes or constants other than those it was captured for.
+    Raises: CaptureError when called with sizes or constants it was not captured for.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         self.sizes.assert_values(given)
 
     def checks_limits(self) -> bool:
-        """Whether its code is compiled or traced; not by ``torch.export``, which would ask for these limits too."""
+        """Says whether its code is compiled or traced, but not by ``torch.export``, which asks for these limits."""
         return (torch.compiler.is_compiling() or is_traced()) and not is_exporting()
 
     def refuse_traced(self, limit: str) -> None:

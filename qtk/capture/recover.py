@@ -119,7 +119,7 @@ def _train_only(node: fx.Node, root: nn.Module, original: nn.Module, acting: Tra
 
 
 def _drops_weights(node: fx.Node, owner: nn.Module) -> bool:
-    """Whether ``node`` makes the attention weights of an ``nn.MultiheadAttention`` that drops some in train mode."""
+    """Says whether ``node`` makes attention weights of an ``nn.MultiheadAttention`` with dropout in train mode."""
     is_softmax = node.target in (torch.ops.aten.softmax.int, torch.ops.aten._softmax.default)
     return is_softmax and isinstance(owner, nn.MultiheadAttention) and owner.dropout > 0
 

@@ -221,7 +221,7 @@ def lengths_stay_free(ops: Collection[OpOverload] = (*_OPS, *_OF_PACKED)) -> Ite
     """While active, tracers find the shapes of recurrent nets without a loop over time.
 
     Args:
-        ops: those that the tracer does not decompose; decomposed, they would be constants.
+        ops: the ops that the tracer does not decompose; decomposed, they would be constants.
     """
     importlib.import_module("torch._decomp")  # registers the kernels that are replaced
     with contextlib.ExitStack() as stack:
@@ -233,7 +233,7 @@ def lengths_stay_free(ops: Collection[OpOverload] = (*_OPS, *_OF_PACKED)) -> Ite
 def _results(
     x: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *settings: object
 ) -> tuple[Tensor, ...]:
-    """Tensors like those that a recurrent net returns, strides included; ``settings`` as in the operator's schema."""
+    """Tensors like the outputs of a recurrent net, strides included; ``settings`` as in the operator's schema."""
     *_, bidirectional, batch_first = settings
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     time_first = x.transpose(0, 1) if batch_first else x

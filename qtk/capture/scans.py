@@ -8,7 +8,7 @@ length and holds at that length alone. A function, or a method, is kept whole if
 2. it runs more ops at longer inputs, or is the closed form of a decay: the exponential of a cumulative sum, or a
    cumulative product; or one step of a decay: its state becomes, in place, a sum with its product by an exponential;
    where all inputs that make it longer are of one length, as the heads of an attention may be that a loop runs over,
-   each turn must read what the one before made;
+   each turn must read what the turn before made;
 3. each axis of its results is as long as one of its arguments, or always the same.
 
 Where such functions are is seen in a run of the model; that a call is one is tried on tensors without data, at two

@@ -184,7 +184,7 @@ def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Attempt:
-    """Arguments and dynamic shapes to export with; ``shapes_with`` gives those in which further axes are free."""
+    """Arguments and dynamic shapes to export with; ``shapes_with`` gives shapes in which further axes are free."""
 
     label: str
     args: tuple[Any, ...]

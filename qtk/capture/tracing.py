@@ -26,8 +26,8 @@ FLOOR_S = 20.0
 take 2 to 9 s so, and half as long again on a loaded machine, end in it."""
 
 TIMES = 5.0
-"""How many times as long as the capture with a free batch it may take in large models; between the 1 to 2 of those that
-profit and the 25 of those that do not end in time."""
+"""How many times as long as the capture with a free batch it may take in large models; between the 1 to 2 of models
+that profit and the 25 of models that do not end in time."""
 
 
 CHECKED_S = 0.02

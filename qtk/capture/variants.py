@@ -202,7 +202,7 @@ def _take_over(main: CapturedGraph, other: CapturedGraph, pairs: Pairs) -> None:
 
 
 def _name_inside(node: fx.Node, module: nn.Module, twin: nn.Module | None) -> None:
-    """Names the sites inside a composite, those that the composite of the main graph has too as there."""
+    """Names the sites inside a composite, as in the main graph where its composite has them too."""
     row, place = row_of(node), value_site(node).name.partition(":")[0]
     twins: Mapping[str, CapturedGraph] = {} if twin is None else graphs(twin)
     for path, inside in graphs(module).items():

@@ -19,7 +19,7 @@ from qtk.torch_private import pytree
 def varying_axes(
     model: nn.Module, calls: Sequence[Call], module: nn.Module, graph: PreparedGraph, axes: Collection[Axis]
 ) -> set[Axis]:
-    """Those of ``axes`` whose length changes when the values of the model's inputs do: counts of boxes, of tokens.
+    """The ``axes`` whose length changes when the values of the model's inputs do: counts of boxes, of tokens.
 
     Args:
         model: the model, run with the elements of each input tensor in reverse and in random order.

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
     Args:
         output: what the model returns.
-        buffers: the buffers afterwards, without those that changed shape or dtype (caches).
+        buffers: the buffers afterwards, without buffers that changed shape or dtype (caches).
         changed: the names of the other attributes that the run has changed.
     """
 
@@ -221,7 +221,7 @@ def _same_structure(a: pytree.TreeSpec, b: pytree.TreeSpec) -> bool:
 
 
 def _members_of(context: object) -> object:
-    """What tells a node of a structure from others: for a namedtuple class its name and fields, else the context."""
+    """Returns what identifies a node of a structure: of a namedtuple class its name and fields, else the context."""
     if isinstance(context, type) and issubclass(context, tuple):
         return context.__qualname__, getattr(context, "__match_args__", ())
     return context

@@ -151,7 +151,7 @@ class Absorbers:
         return {name: factor for name, factor in changed.items() if bool((factor != 1).any())}
 
     def _at_parameter(self, operand: ParameterOperand, index: Tensor) -> Tensor:
-        """A channel index of the operand's elements as one of the parameter's, −1 for those the op does not read."""
+        """A channel index of the operand's elements as one of the parameter's, −1 for elements the op does not read."""
         if operand.positions is None:
             return index
         shape = self.shapes[operand.name]

@@ -221,7 +221,7 @@ class ChannelScales:
 
 
 def _carry_one(classes: ChannelClasses, a: Tensor, b: Tensor, product: Tensor) -> None:
-    """Propagates the channel factors of one factor of a product: the one that is free, the first if both are."""
+    """Propagates the channel factors of one factor of a product: of the free factor, of the first if both are."""
     representatives = classes.representatives()
     sides = [representatives[side.long()] for side in (a, b)]
     free = [side[side > PINNED].unique() for side in sides]  # type: ignore[no-untyped-call]

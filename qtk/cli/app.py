@@ -44,19 +44,19 @@ app = typer.Typer(
 
 FolderOrRecipe = Annotated[
     str | None,
-    typer.Argument(metavar="RECIPE.yaml | hf:FOLDER", help="What to run; without it: the embedded digits. Of a folder "
-                                                           "the weights are quantized, file to file."),
+    typer.Argument(metavar="RECIPE.yaml | hf:FOLDER", help="The recipe to run (left out: the embedded digits), or a "
+                                                           "folder whose weights are quantized, file to file."),
 ]
 RecipeFile = Annotated[
     Path | None,
-    typer.Argument(metavar="RECIPE.yaml", help="What to run; without it: the embedded digits."),
+    typer.Argument(metavar="RECIPE.yaml", help="The recipe to run; left out: the embedded digits."),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Directory of the results, instead of the recipe's."),
+    typer.Option("--output", "-o", help="The output directory; left out: the directory in the recipe."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output directory if it exists.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no bars: results and errors alone.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors alone, no progress bars.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")]
 
 
@@ -79,11 +79,11 @@ def versions(
 @app.command()
 def quantize(
     recipe: FolderOrRecipe = None, output: Output = None,
-    config: Annotated[str | None, typer.Option(help="Of hf:FOLDER: a target of weights alone, or a file; left out: "
+    config: Annotated[str | None, typer.Option(help="For hf:FOLDER: a target of weights alone, or a file; left out: "
                                                     "vllm_w4a16.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Of hf:FOLDER: gptq or another layer-wise method. "
+    method: Annotated[list[str] | None, typer.Option(help="For hf:FOLDER: gptq or another layer-wise method. "
                                                           "Repeatable; left out: weights are rounded.")] = None,
-    data: Annotated[str | None, typer.Option(help="Of methods: module:callable that returns batches (inputs, label).")
+    data: Annotated[str | None, typer.Option(help="For --method: module:callable that returns batches (inputs, label).")
                     ] = None,
     num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
     force: Force = False, quiet: Quiet = False, show_traceback: Traceback = False,
@@ -123,11 +123,11 @@ def export(
 def compare(
     recipe: RecipeFile = None,
     model: Annotated[list[str] | None, typer.Option(help="A model of the recipe; left out: all. Repeatable.")] = None,
-    setting: Annotated[list[str] | None, typer.Option(help="A setting of the recipe, likewise.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="A setting of it; left out: all. Repeatable.")] = None,
     simulation: Annotated[
-        Path | None, typer.Option(help="What sim.save wrote of the model, instead of the recipe's settings.")
+        Path | None, typer.Option(help="A folder that sim.save wrote of the model; replaces the settings.")
     ] = None,
-    top: Annotated[int | None, typer.Option(help="How many sites of each; left out: all.")] = None,
+    top: Annotated[int | None, typer.Option(help="How many sites to show of each setting; left out: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Quiet = False,
     show_traceback: Traceback = False,
@@ -143,9 +143,9 @@ def compare(
 @app.command()
 def diff(
     first: Annotated[
-        Path, typer.Argument(metavar="A", help="What sim.save, sim.export or qtk quantize wrote, or a file.")
+        Path, typer.Argument(metavar="A", help="A file, or a folder of sim.save, sim.export or qtk quantize.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Likewise.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The other file or folder.")],
     data: Annotated[
         str | None, typer.Option(help="module:callable that returns batches (inputs, label), for the outputs.")
     ] = None,
@@ -170,16 +170,16 @@ def inspect(
         typer.Option(help="Once for each input: 1,3,224,224 or, with a dtype, 1,16:int64."),
     ] = None,
     config: Annotated[str, typer.Option(help="A shipped target, or a YAML or AIMET JSON file.")] = "default",
-    weight_bits: Annotated[int | None, typer.Option(help=f"2 to 16; 0 leaves weights in float. {LEFT_OUT}")] = None,
+    weight_bits: Annotated[int | None, typer.Option(help=f"2 to 16; 0 keeps weights in float. {LEFT_OUT}")] = None,
     activation_bits: Annotated[
-        int | None, typer.Option(help=f"2 to 16; 0 leaves activations in float. {LEFT_OUT}")
+        int | None, typer.Option(help=f"2 to 16; 0 keeps activations in float. {LEFT_OUT}")
     ] = None,
     meta: Annotated[bool, typer.Option("--meta", help="Dry run: plan and memory, no tensor allocated.")] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Forecast instead: peak memory and time of runs on this machine.")
     ] = False,
-    method: Annotated[list[str] | None, typer.Option(help="Of --memory: a layer-wise method. Repeatable.")] = None,
-    num_batches: Annotated[int, typer.Option(help="Of --memory: batches of the input shape.")] = 64,
+    method: Annotated[list[str] | None, typer.Option(help="For --memory: a layer-wise method. Repeatable.")] = None,
+    num_batches: Annotated[int, typer.Option(help="For --memory: batches of the input shape.")] = 64,
     show_traceback: Traceback = False,
 ) -> None:
     """Show how a model is captured, what would be quantized how, and what would stay in float."""
@@ -201,18 +201,18 @@ def inspect(
 
 @app.command()
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What sim.export or qtk quantize wrote, or a file.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of sim.export or qtk quantize; a file.")],
     data: Annotated[
         str | None, typer.Option(help="module:callable that returns batches (inputs, label); left out: random values.")
     ] = None,
     num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
     float_export: Annotated[
-        Path | None, typer.Option(help="The float export; left out: fp32 beside DIR, as qtk quantize writes it.")
+        Path | None, typer.Option(help="The float export; left out: the folder fp32 next to DIR.")
     ] = None,
-    runtime: Annotated[str, typer.Option(help="What the files are for: onnxruntime or openvino.")] = "onnxruntime",
+    runtime: Annotated[str, typer.Option(help="The runtime of the files: onnxruntime or openvino.")] = "onnxruntime",
     turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
-    batch_size: Annotated[int, typer.Option(help="Rows that the latency is of.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of a run; left out: the runtime's own number.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a timed run.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads of a timed run; left out: the runtime chooses.")] = None,
     valid: Annotated[
         list[str] | None, typer.Option(help="The input that says which tokens count: attention_mask. Repeatable.")
     ] = None,
@@ -234,7 +234,7 @@ def verify(
 @app.command()
 def targets(
     check: Annotated[
-        Path | None, typer.Option("--check", metavar="FILE", help="An exported file, or what sim.export wrote.")
+        Path | None, typer.Option("--check", metavar="FILE", help="An exported file, or a folder of sim.export.")
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="The target with the rules; left out: the target that the file was exported for.")

@@ -186,7 +186,7 @@ class Run:
         )
 
     def calibrated(self, setting: Setting, metric: Evaluate | None = None) -> tuple[QuantSim, Account | None]:
-        """The calibrated simulation of a setting, after its transforms and layer-wise methods, or those that help.
+        """The calibrated simulation of a setting, after its transforms and layer-wise methods, or the helpful ones.
 
         With ``auto``, the account of what was tried too.
         """

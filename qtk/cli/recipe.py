@@ -128,7 +128,7 @@ class Setting(_Part):
     def _has_no_named_steps_with_auto(self) -> Setting:
         named = [key for key in ("encodings", "transforms", "layerwise") if getattr(self, key)]
         if self.auto is not None and named:
-            raise ValueError(f"auto finds what helps, and {' and '.join(named)} names it; leave one of them out")
+            raise ValueError(f"auto and {' and '.join(named)} exclude each other; remove one")
         return self
 
 

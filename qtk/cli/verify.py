@@ -43,7 +43,7 @@ def verify(
         console: where to print.
         data: ``module:callable`` that returns batches ``(inputs, label)``; ``None``: random values.
         num_batches: how many of them; ``None``: all.
-        float_export: the float export; ``None``: the one that ``qtk quantize`` writes beside it, if there is one.
+        float_export: the float export; ``None``: ``fp32`` beside it, as ``qtk quantize`` writes it, if there.
         runtime: the runtime the files are for.
         turns: how often each runtime runs for the median of its latency.
         batch_size: the rows that the latency is of.

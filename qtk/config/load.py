@@ -44,7 +44,7 @@ remainder, scheme, symmetric
 
 
 def precise_in(target: str | None) -> Literal[16, "float"]:
-    """What a site that loses too much is left in on a target, of any name; without one, as ``QuantConfig.precise``.
+    """Returns the width of sites that lose too much on a target; without a target, as ``QuantConfig.precise``.
 
     >>> precise_in("onnxruntime"), precise_in(None)
     ('float', 16)

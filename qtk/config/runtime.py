@@ -65,12 +65,12 @@ class TensorRule(_Rule):
         check: ``tensors``.
         of: ``activations``, computed at run time; ``weights`` and ``biases``, stored and read as such; ``constants``,
             other stored tensors.
-        op: only those read by ops of these kinds, directly or through data movement.
+        op: only tensors read by ops of these kinds, directly or through data movement.
         quantized: ``false``: such tensors have no quantizer at all.
         dtype: their number format is one of these.
         zero_point: 0: every zero point is 0.
         granularity: one of these.
-        block_size: of those in blocks, the length of a block is one of these.
+        block_size: a tensor in blocks has one of these block lengths.
         codes: stored codes lie within these two.
         dynamic: whether their ranges are computed at run time.
     """

@@ -101,7 +101,7 @@ class Rule(Frozen):
 
 
 class Defaults(Frozen):
-    """Settings of tensors that no rule changes. Missing widths are those passed to ``QuantSim``, or 8.
+    """Settings of tensors that no rule changes. A missing width is the width passed to ``QuantSim``, or 8.
 
     Args:
         weight: setting of weights.
@@ -181,8 +181,8 @@ class QuantConfig(Frozen):
         version: version of this schema.
         defaults: settings of tensors that no rule changes.
         fold_batch_norms: fold batch norms before planning, so that scales belong to the weights a runtime multiplies
-            with. ``at_export`` keeps those behind layers live for training, plans and quantizes the layers as they
-            will be folded, and folds when the simulation is exported; ``false`` keeps all as operators of their own.
+            with. ``at_export`` keeps batch norms behind layers live for training, plans and quantizes the layers as
+            they will be folded, and folds when the simulation is exported; ``false`` keeps all as operators.
         split_gates: plan SiLU, hardswish and gates of images as a gate and a product, each with a quantizer, for
             runtimes with integer kernels for these two and none for the whole function.
         rules: rules in order; later ones win.

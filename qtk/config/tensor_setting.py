@@ -121,7 +121,7 @@ class TensorSetting(BaseModel):
 def _check_dtype(setting: TensorSetting) -> None:
     """Checks that dtype exists and agrees with bits, reduced_range and granularity. Raises: ValueError."""
     if setting.reduced_range and setting.bits not in (None, 8):
-        raise ValueError(f"a reduced range is one of int8, bits says {setting.bits}; leave one out")
+        raise ValueError(f"reduced_range needs bits: 8, got bits: {setting.bits}; leave one out")
     if setting.dtype is None:
         return
     blocks = BLOCK_FORMATS.get(setting.dtype)
@@ -133,7 +133,7 @@ def _check_dtype(setting: TensorSetting) -> None:
     if setting.bits not in (None, codes.bits):
         raise ValueError(f"dtype {setting.dtype} has {codes.bits} bits, bits says {setting.bits}; give one of them")
     if setting.reduced_range and codes.name != "int8":
-        raise ValueError(f"a reduced range is one of int8, dtype says {setting.dtype}; leave one out")
+        raise ValueError(f"reduced_range needs dtype: int8, got dtype: {setting.dtype}; leave one out")
 
 
 def _check_axis(setting: TensorSetting) -> None:
@@ -182,8 +182,8 @@ def _check_limits(setting: TensorSetting) -> None:
         raise ValueError(f"bounds {list(setting.bounds)} must be [low, high] with low ≤ 0 ≤ high, not the same "
                          "number twice; null for no bound")
     if setting.range is not None:
-        raise ValueError(f"range {list(setting.range)} says all that bounds {list(setting.bounds)} could; "
-                         "leave one out")
+        raise ValueError(f"range {list(setting.range)} already fixes the limits that bounds {list(setting.bounds)} "
+                         "would set; leave one out")
 
 
 def _setting_tag(value: object) -> str:

@@ -92,7 +92,7 @@ DTYPES: dict[str, QDtype] = {
 
 @public
 def dtype(name: str) -> QDtype:
-    """The format called ``name``. Raises: SpecError if there is none."""
+    """Returns the format called ``name``. Raises: SpecError if there is none."""
     if name == INT32.name:
         return INT32
     if name not in DTYPES:

@@ -48,12 +48,12 @@ class Encoding:
 
     @property
     def minimum(self) -> Tensor:
-        """The value that ``qmin`` dequantizes to. Shape: as ``scale``."""
+        """Returns the value that ``qmin`` dequantizes to. Shape: as ``scale``."""
         return (self.spec.qmin - self._float_zero_point()) * self.scale
 
     @property
     def maximum(self) -> Tensor:
-        """The value that ``qmax`` dequantizes to. Shape: as ``scale``."""
+        """Returns the value that ``qmax`` dequantizes to. Shape: as ``scale``."""
         return (self.spec.qmax - self._float_zero_point()) * self.scale
 
     def _float_zero_point(self) -> Tensor:
@@ -66,11 +66,11 @@ class Encoding:
         return positive & (self.zero_point >= self.spec.qmin).all() & (self.zero_point <= self.spec.qmax).all()
 
     def to(self, device: torch.device) -> Encoding:
-        """A copy with the tensors on ``device``."""
+        """Returns a copy with the tensors on ``device``."""
         return encodings_to([self], device)[0]
 
     def equals(self, other: Encoding) -> bool:
-        """Whether spec, scale and zero point are equal, bit for bit."""
+        """Says whether spec, scale and zero point are equal, bit for bit."""
         if self.spec != other.spec or not torch.equal(self.scale, other.scale):
             return False
         if self.zero_point is None or other.zero_point is None:

@@ -50,7 +50,7 @@ def concerned(steps: Iterable[Step], contents: Callable[[], Set[object]]) -> Ite
 def found_where(
     needs: Set[object], contents: Set[object], analysis: Callable[[], Found], otherwise: Found
 ) -> Found:
-    """What ``analysis`` finds in a graph that holds one of ``needs``; ``otherwise``, what it finds in all others.
+    """Returns what ``analysis`` finds in a graph that holds one of ``needs``; for other graphs ``otherwise``.
 
     >>> found_where({"concat", "stack"}, {"conv2d", "relu"}, lambda: ["cat_1"], [])
     []

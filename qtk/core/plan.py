@@ -44,7 +44,7 @@ class SitePlan:
 
     @property
     def source(self) -> str:
-        """Where the encoding comes from: run time, other sites, a fixed range, or a scheme.
+        """Says where the encoding comes from: run time, other sites, a fixed range, or a scheme.
 
         >>> from qtk.core.dtypes import dtype
         >>> SitePlan(QuantSpec(dtype("uint8")), "mse").source
@@ -84,7 +84,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
         return len(self.sites)
 
     def diff(self, other: QuantPlan) -> list[str]:
-        """One line a difference: ``-`` only in this plan, ``+`` only in ``other``, ``~`` in both but different."""
+        """Returns one line a difference: ``-`` only in this plan, ``+`` only in ``other``, ``~`` in both, changed."""
         lines = [f"- {site}: {plan.spec}" for site, plan in self.sites.items() if site not in other.sites]
         lines += [f"+ {site}: {plan.spec}" for site, plan in other.sites.items() if site not in self.sites]
         lines += [
@@ -101,7 +101,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The leaders (sites that own their encoding), in plan order: all, or those selected by names or globs.
+    """The leaders (sites that own their encoding), in plan order: all, or a selection by names or globs.
 
     The name of a follower selects its leader; int32 biases, whose scale follows from two other sites, are left out.
 

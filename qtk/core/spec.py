@@ -30,7 +30,7 @@ class ScaleFormat(enum.Enum):
 @public
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """How a tensor is quantized; scale and zero point come later, in an ``Encoding``.
+    """Says how a tensor is quantized; scale and zero point come later, in an ``Encoding``.
 
     Args:
         dtype: the format of the codes; a small float is symmetric and has no narrow range.

@@ -29,7 +29,7 @@ NAME_STATES = ("name the inputs that are outputs of the call before, QuantSim(â€
 
 
 def written_places(model: nn.Module) -> list[BufferPlace]:
-    """Where the buffers are that forward may write: those that graphs write, and all outside of graphs."""
+    """Where the buffers are that forward may write: buffers that graphs write, and all outside of graphs."""
     captured = roots(model)
     places = [
         (graph.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -41,7 +41,7 @@ def written_places(model: nn.Module) -> list[BufferPlace]:
 
 
 class RolledStates:
-    """The states between the batches of a run: every call of a batch begins with those that the batch before returned.
+    """The states between the batches of a run: a batch begins with the states that the batch before returned.
 
     The first batch, and each at which a sequence begins, keeps the states that it brings along, and finds the buffers
     as they were at first.

@@ -55,7 +55,7 @@ def synthetic_batches(
     >>> sim.compute_encodings(batches, progress=False)
 
     Inputs of floats begin as normal noise, and Adam moves them until mean and standard deviation in front of each batch
-    norm are those that it holds (ZeroQ: Cai et al., arXiv:2001.00281, equation 3). Without batch norms they stay noise.
+    norm are its running ones (ZeroQ: Cai et al., arXiv:2001.00281, equation 3). Without batch norms they stay noise.
     Integer inputs that an embedding reads are random tokens of it; other inputs, as masks, are the example's.
 
     Args:
@@ -115,7 +115,7 @@ def _reached(model: nn.Module, norms: Sequence[nn.Module], batch: object) -> int
 
 
 def _matched(model: nn.Module, norms: Sequence[nn.Module], batch: object, steps: int) -> object:
-    """``batch`` with inputs of floats whose statistics in front of the batch norms are those that these hold."""
+    """``batch`` with inputs of floats whose statistics in front of the batch norms equal the norms' running ones."""
     inputs = _floats(batch)
     optimizer = torch.optim.Adam(inputs, lr=RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)

@@ -124,7 +124,7 @@ class ValidTokens:
         return self._selector(node, None if self._running is None else self._running[node])
 
     def counted_at(self, node: fx.Node, value: Tensor) -> Tensor | None:
-        """Which elements of the value of ``node``, in the call of its graph that is running, belong to valid tokens.
+        """Returns which elements of the value of ``node``, in the running call of its graph, belong to valid tokens.
 
         Returns: bool, of the shape of ``value``; ``None``: all.
         """
@@ -149,7 +149,7 @@ class ValidTokens:
         return rows
 
     def counted(self, quantizer: Quantizer, value: Tensor) -> Tensor | None:
-        """Which elements of what ``quantizer`` returns belong to valid tokens; asked for once for each of its calls.
+        """Returns which elements of the output of ``quantizer`` belong to valid tokens; called once for each call.
 
         Returns: bool, of the shape of ``value``; ``None``: all.
         """
@@ -201,7 +201,7 @@ class ValidTokens:
         return self._masks
 
     def warn_of_unfollowed(self, names: Mapping[Quantizer, str] | Mapping[fx.Node, str]) -> None:
-        """Warns of the places where all rows were seen, though some are no tokens. ``names``: of those that matter."""
+        """Warns of the places where all rows were seen, though some are no tokens; ``names``: which places matter."""
         found = {name: self._unfollowed[place] for place, name in names.items() if place in self._unfollowed}
         missed = {name: self._unmasked[place] for place, name in names.items() if place in self._unmasked}
         if missed:

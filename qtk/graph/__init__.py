@@ -1,1 +1,1 @@
-"""The only code that touches torch.fx nodes: capture, names, plan, insertion."""
+"""Reads and edits captured graphs: names, flow, tokens, states, insertion of quantizers."""

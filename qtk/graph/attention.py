@@ -66,7 +66,7 @@ def attentions(graph: fx.Graph, flow: Flow) -> Iterator[AttentionReads]:
 
 
 def cache_quantizers(flow: Flow, operand: Operand) -> list[Quantizer]:
-    """The quantizers that round keys or values: of the ones attention reads, and of what is merged to them."""
+    """The quantizers that round keys or values: of attention's keys and values, and of what is merged to them."""
     found: dict[Quantizer, None] = {}
     for node in _behind(flow, operand.port.value, lambda row: row is None or not row.keeps_elements):
         quantizer = quantizer_called(node)
@@ -133,7 +133,7 @@ def _factors(flow: Flow, node: fx.Node) -> list[Port]:
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """Axes of a factor, from the end: the one of its own, the one that is summed; where its own is in the product."""
+    """Axes of a factor, from the end: its own, the summed one, and where its own is in the product."""
 
     alone: int
     summed: int
@@ -180,7 +180,7 @@ def _multiplies(row: OpRow | None) -> bool:
 
 
 def _behind(flow: Flow, value: fx.Node, is_end: Callable[[OpRow | None], bool]) -> Iterator[fx.Node]:
-    """The ops that a value is computed by, backwards through data, and through quantizers, to those that end it."""
+    """The ops that a value is computed by, backwards through data, and through quantizers, to the ops that end it."""
     pending, seen = [value], set[fx.Node]()
     while pending:
         node = maker(pending.pop())

@@ -213,7 +213,7 @@ class _Plan:
         return 0 if is_float(node) else 1 if isinstance(node.meta.get("val"), Tensor) else 2
 
     def _sort(self) -> tuple[list[_Unit], list[_Unit] | None]:
-        """Units in order; and a loop among those that are in none, ``None`` if there is no such."""
+        """Units in order, and a loop among the units outside the order; ``None`` without one."""
         position: dict[_Unit, int] = {}
         for index, node in enumerate(self.nodes):
             if node not in self.copies:

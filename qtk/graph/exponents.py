@@ -15,7 +15,7 @@ from qtk.operators.op_row import Precision
 
 
 def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[str]:
-    """The names of the sites whose quantized value only exponentials read, and of what those alone are computed from.
+    """The names of the sites whose quantized value only exponentials read, and the only sources of these sites.
 
     Args:
         model: a simulated model, with its quantizers.

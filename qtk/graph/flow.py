@@ -196,7 +196,7 @@ def reads_shape_only(node: fx.Node) -> bool:
 
 
 def _moved(node: fx.Node) -> object:
-    """What an op such as ``expand_as`` moves into the shape or the type of its other operand; ``None`` of others."""
+    """Returns what an op such as ``expand_as`` moves into the shape or type of its other operand, or ``None``."""
     return node.args[0] if (aten_name(node.target) or "").endswith("_as") else None
 
 

@@ -23,9 +23,9 @@ class Footprint:
 
     Args:
         float_bytes: as they are.
-        codes_bytes: of the codes of those that are quantized.
+        codes_bytes: of the codes of the quantized parameters.
         scales_bytes: of their scales and zero points; scales that are stored in few bits count as one byte.
-        left_bytes: of those that stay in float.
+        left_bytes: of the parameters that stay in float.
     """
 
     float_bytes: int

@@ -1,4 +1,4 @@
-"""The captured graphs of a prepared model, itself, its islands and those nested in modules of a graph; its states."""
+"""The captured graphs of a prepared model, itself, its islands and graphs nested in modules of a graph; its states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def roots(model: nn.Module) -> dict[str, CapturedGraph]:
 
 
 def contents_of(model: nn.Module) -> frozenset[object]:
-    """What the graphs of a model hold, also those nested in modules of a graph: see ``contents``."""
+    """What the graphs of a model hold, graphs nested in modules of a graph included: see ``contents``."""
     return contents(node for graph in graphs(model).values() for node in graph.graph.nodes)
 
 

@@ -31,12 +31,12 @@ class TokenLayouts:
 
     Args:
         graph: a captured graph, with or without quantizers.
-        inputs: placeholder → layout, of those inputs that have tokens.
+        inputs: placeholder → layout, of the inputs that have tokens.
     """
 
     def __init__(self, graph: CapturedGraph, inputs: Mapping[fx.Node, TokenLayout]) -> None:
         self.calls: list[tuple[Quantizer, Followed]] = []
-        """The calls of quantizers in order; those in modules that are run as a whole are named once."""
+        """The calls of quantizers in order; calls in a module that is run as a whole are named once."""
         self._lost: dict[fx.Node, str] = {}
         self._layouts: dict[fx.Node, TokenLayout] = dict(inputs)
         for node in graph.graph.nodes:
@@ -218,7 +218,7 @@ class _Result:
         return None
 
     def _same(self, layout: TokenLayout) -> TokenLayout | None:
-        """The layout of a value of the same axes, of which those without rows may have other lengths."""
+        """The layout of a value of the same axes; axes without rows may have other lengths."""
         self._sources = {self._node: layout}
         return self._elementwise() if len(_lengths(self._node)) == len(layout.axes) else None
 

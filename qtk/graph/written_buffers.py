@@ -58,7 +58,7 @@ def is_written(node: fx.Node) -> bool:
 
 
 def is_input(node: fx.Node) -> bool:
-    """Whether the value of ``node`` is data that the graph does not compute: an argument of the call, or a state."""
+    """Says whether the value of ``node`` is data that the graph does not compute: an argument, or a state."""
     return node.op == "placeholder" or is_state(node)
 
 

@@ -20,7 +20,7 @@ from qtk.torch_private import pytree
 class BatchRows:
     """Where samples and tokens are in the values of a graph, for every call of it.
 
-    A sample is held out with all its tokens. Where its axis cannot be followed, it is the one as long as there are
+    A sample is held out with all its tokens. Where its axis cannot be followed, it is the axis as long as there are
     samples in the batch, which the first axis of the first input counts.
 
     Args:
@@ -63,7 +63,7 @@ class BatchRows:
         return value if valid is None else self._valid_rows(node, value, valid, batch)
 
     def split(self, node: fx.Node, value: Tensor, batch: int, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """The rows whose tokens count of the samples that are kept, and of those held out.
+        """The rows whose tokens count of the samples that are kept, and of the samples held out.
 
         Args:
             node: whose value it is.

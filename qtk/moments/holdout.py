@@ -39,7 +39,7 @@ class Holdout:
         return 0 if held_out[1] > held_out[0] else length
 
     def split(self, x: Tensor, batch: int, samples: int | None = None, axes: int = 1) -> tuple[Tensor, Tensor]:
-        """The samples that are kept, and those held out.
+        """The samples that are kept, and the samples held out.
 
         Args:
             x: a value of the batch.

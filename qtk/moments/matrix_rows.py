@@ -59,7 +59,7 @@ class MatrixRows:
         return torch.equal(self.owner, other.owner)
 
     def split(self, holdout: Holdout, batch: int) -> tuple[MatrixRows, MatrixRows]:
-        """The rows that are kept, and those held out: the last of each matrix."""
+        """The rows that are kept, and the rows held out: the last of each matrix."""
         parts = [(rows[:kept], rows[kept:]) for rows in self
                  for kept in [holdout.kept(len(rows), batch) if len(rows) else 0]]
         kept, held_out = (self._of_parts([part[index] for part in parts]) for index in (0, 1))

@@ -173,7 +173,7 @@ class SecondMoments:
 
     @property
     def rows_of_all(self) -> int:
-        """Rows seen, with those held out."""
+        """Rows seen, held-out rows included."""
         return self.rows + (0 if self.held_out is None else self.held_out.rows)
 
     @property
@@ -278,7 +278,7 @@ class SecondMoments:
         self.rows += self._observe_groups([(quantized, float_input)])
 
     def _observe_groups(self, groups: Sequence[tuple[Tensor, Tensor | None] | None]) -> int:
-        """Adds X̂ and X of all groups together, or of the groups one by one, ``None`` for those without any.
+        """Adds X̂ and X of all groups together, or of the groups one by one, ``None`` for groups without any.
 
         Returns: how many rows the last one had.
         """
@@ -377,6 +377,6 @@ def _check_finite(*inputs: Tensor | None) -> None:
 
 
 def _stacked(sums: Sequence[Tensor | None]) -> Tensor:
-    """The sums of groups as one tensor, 0 for those that have none."""
+    """The sums of groups as one tensor, 0 for groups without any."""
     known = next(each for each in sums if each is not None)
     return torch.cat([torch.zeros_like(known) if each is None else each for each in sums])

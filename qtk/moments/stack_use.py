@@ -1,6 +1,6 @@
 """How an op multiplies its input with the matrices of one weight: experts, heads, einsum, factors moved beforehand.
 
-Each matrix of the weight has rows of its own: those that the op multiplies with it. Where they are is found by running
+Each matrix of the weight has rows of its own, which the op multiplies with it. Where they are is found by running
 the ops that move the weight (a transposition, a selection by index) once more, on the index of each element's matrix.
 """
 
@@ -238,7 +238,7 @@ def _spelled_out(terms: tuple[str, str, str], ranks: tuple[int, int]) -> tuple[s
 
 
 def _axes_of_terms(data: str, weight: str, result: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of an einsum's weight that count outputs, and those that count columns."""
+    """The axes of an einsum's weight that count outputs, and the axes that count columns."""
     outputs = tuple(axis for axis, index in enumerate(weight) if index not in data)
     columns = tuple(axis for axis, index in enumerate(weight) if index in data and index not in result)
     if not outputs or not columns:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class InstanceNorm(nn.Module):
     """Stateless ``nn.InstanceNorm*d(track_running_stats=True)``.
 
-    Train mode normalises by the input's statistics and updates the running ones; eval mode normalises by the latter.
+    Train mode normalises by the input's statistics and updates the running ones; eval mode normalises by these.
 
     Args:
         momentum: weight of the newest batch in the running statistics.

@@ -23,7 +23,7 @@ class BufferValues:
     tensor([0., 0.])
 
     Args:
-        places: where they are; those on the meta device, and those that are ``None``, are left out.
+        places: where they are; meta tensors and ``None`` are left out.
     """
 
     def __init__(self, places: Iterable[BufferPlace]) -> None:

@@ -65,7 +65,7 @@ class MinMax(Counted):
         self._add_all(other)
 
     def _running_for(self, x: Tensor) -> Running | None:
-        """What a tensor of an accelerator adds to in place; ``None`` if what was seen is elsewhere, or was joined."""
+        """Returns what a tensor of an accelerator adds to in place; ``None`` if that is elsewhere, or joined."""
         running = self._running
         if self._low is None:
             running = self._running = Running.empty(x, self.granularity)

@@ -32,7 +32,7 @@ class WeightedSamples:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Key of equal samples: those with the same key can be concatenated along the scales."""
+        """Key of equal samples: samples with the same key can be concatenated along the scales."""
         return self.values.shape[1], self.counts is None, self.binned, self.values.dtype, self.values.device
 
     def of(self, scales: slice | Tensor) -> WeightedSamples:

@@ -57,7 +57,7 @@ def contents(nodes: Iterable[fx.Node]) -> frozenset[object]:
 
 
 def _is_stack(node: fx.Node, ndim: int) -> bool:
-    """Whether an op that is no convolution reads a stored tensor with three axes or more, moved or quantized or not."""
+    """Says whether an op that is no convolution reads a stored tensor with three axes or more."""
     value = node.meta.get("val")
     ndim = value.ndim if isinstance(value, torch.Tensor) else ndim
     for user in node.users:

@@ -78,7 +78,7 @@ def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
 
 
 def selected_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """The axes that ``index_select``, or ``index`` with one tensor of indices, leaves whole; those around it stay."""
+    """The axes that ``index_select``, or ``index`` with one tensor of indices, leaves whole; axes around it stay."""
     rank = source.meta["val"].ndim
     if len(moved.args) < 2:
         return None

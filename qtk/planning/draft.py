@@ -278,7 +278,7 @@ class Draft:
         return "weight_mse" if is_few and self.scheme == "min_max" else self.scheme
 
     def counts(self, node: fx.Node) -> bool:
-        """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""
+        """Says whether the value is of counts, indices or masks; integer inputs are, unless weights read them."""
         nature = self._natures.get(node, Nature.REAL)
         if nature is Nature.INTEGER and is_float(node):
             rows = [row for port in self.flow.readers(node) if (row := self.flow.row(port.user)) is not None]

@@ -1,4 +1,4 @@
-"""Which ops a value feeds: those that read it, directly or by sums, averages, bounds, magnitudes, merges and movement.
+"""Which ops a value feeds: ops that read it, directly or by sums, averages, bounds, magnitudes, merges and movement.
 
 A product with a parameter or a number (layer scale) passes a value on, too. A softmax or sigmoid passes on that the
 largest values are looked for, for it keeps their order: a router's.

@@ -74,7 +74,7 @@ HALVES, INTERLEAVED = (first_half, second_half), (evens, odds)
 class NormalForm:
     """The normal form of a graph: another graph that computes the same.
 
-    ``made_by``: node of the normal form → original ops that it replaces, the one that produces its value last.
+    ``made_by``: node of the normal form → original ops that it replaces; the last produces its value.
     ``removed``: original ops that rule 1 removed. ``static``: nodes computed from parameters alone.
     """
 

@@ -58,12 +58,12 @@ class _Moved:
 
 
 def plan_caches(draft: Draft) -> None:
-    """Quantizes the keys and values of every attention, also those that a cache in the graph holds.
+    """Quantizes the keys and values of every attention, entries of a cache in the graph included.
 
     Requires: values are decided; merges are not.
     Ensures: each is in ``values`` where it has heads and is not repeated yet, if attention and caches alone read it
     there, else in ``edges``; ``caches`` has its sites. What it was computed as and only moved is in ``floats``. A
-    dynamic range is taken of new keys and values alone; those that a cache holds have been rounded with theirs.
+    dynamic range is taken of new keys and values alone; entries of a cache were rounded with their own range.
     """
     setting = draft.rules.config.kv_cache
     if setting is None or draft.io is None:

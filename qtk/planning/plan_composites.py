@@ -71,7 +71,7 @@ def _profile(draft: Draft, part: Matchable) -> tuple[Profile, str]:
 
 
 def _without_kernel(draft: Draft, part: Matchable) -> str | None:
-    """What ONNX Runtime has no kernel with dynamic quantization for; ``None`` if it has one for this part of a net."""
+    """Returns why ONNX Runtime has no dynamic kernel for this part of a net; ``None`` if it has one."""
     node = part.node
     composite = composite_called(node)
     if not isinstance(composite, Recurrent | RecurrentCell) or composite.kind != "lstm":

@@ -167,7 +167,7 @@ def _name(port: Port) -> str:
 def _wanted(
     draft: Draft, port: Port, node: fx.Node, axes: tuple[int, int] | None, decision: Decision, why: str
 ) -> SitePlan | None:
-    """What the decision asks for the value of ``node``, with these channel axes; ``None`` if it does not fit."""
+    """Returns what the decision asks for the value of ``node``, with these channel axes; ``None`` if it is unfit."""
     shape, spec = tuple(node.meta["val"].shape), None
     try:
         spec = to_spec(decision.setting, axes, len(shape), batched=len(shape) > 2 and _is_product(draft, port))

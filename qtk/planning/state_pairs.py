@@ -54,7 +54,7 @@ def _states(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, st
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, str]]:
-    """As ``_states``, of the buffers that a graph reads and one writes; those that only read one write it back."""
+    """As ``_states``, of the buffers that a graph reads and one writes; graphs that only read write it back."""
     buffers = [(id(attribute(graph, str(buffer.held.target))), graph, name, buffer)
                for graph in roots(model).values() for name, buffer in written_buffers(graph.graph).items()]
     for key, _, name, taken in buffers:

@@ -61,7 +61,7 @@ class BiasQuantizer(Quantizer):
                             "load encodings for these")
 
     def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
-        """Does nothing: the scale follows those that are learned."""
+        """Does nothing: the scale follows the learned scales."""
 
     def _simulate_without_scale(self, x: Tensor) -> Tensor:
         return simulate(x, self.spec, self._product())

@@ -50,7 +50,7 @@ def caching(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def read_encodings(quantizers: Sequence[Quantizer]) -> list[Encoding | EncodingError | None]:
-    """The encodings of ``quantizers`` on the CPU, of those on the meta device there; errors in place of invalid ones.
+    """The encodings of ``quantizers`` on the CPU, of meta quantizers on meta; errors in place of invalid ones.
 
     >>> from qtk.core.dtypes import dtype
     >>> from qtk.core.spec import QuantSpec

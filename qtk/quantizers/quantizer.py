@@ -31,7 +31,7 @@ from qtk.torch_private import is_exporting, is_traced
 
 
 class Mode(enum.Enum):
-    """What a quantizer does with its input: return it, observe and return it, or fake-quantize it."""
+    """Says what a quantizer does with its input: return it, observe and return it, or fake-quantize it."""
 
     BYPASS = "bypass"
     OBSERVE = "observe"
@@ -43,7 +43,7 @@ SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
 
 ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
           "held", "momentum", "rewrote_weight", "original", "training", "forward")
-"""Those that may be set at any time; libraries wrap ``forward``."""
+"""Attributes that may be set at any time; libraries wrap ``forward``."""
 
 
 @public
@@ -102,7 +102,7 @@ class Quantizer(Tap):
         self._clear()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape: any; result as ``x``.
+        """Applies the mode to ``x``. Shape: any; result as ``x``.
 
         Raises: NotCalibratedError when asked to simulate without an encoding; CalibrationError when asked to observe
         without an observer, or by the observer.
@@ -143,22 +143,22 @@ class Quantizer(Tap):
 
     @property
     def ready(self) -> bool:
-        """Whether it can simulate: it has an encoding, or quantizes dynamically."""
+        """Says whether it can simulate: it has an encoding, or quantizes dynamically."""
         return self.spec.dynamic or self.scale is not None
 
     @property
     def idle(self) -> bool:
-        """Whether it is in BYPASS and has no hooks."""
+        """Says whether it is in BYPASS and has no hooks."""
         return self.mode is Mode.BYPASS and not self._forward_hooks and not self._forward_pre_hooks
 
     @property
     def repeatable(self) -> bool:
-        """Whether it neither observes nor moves its range, so that calling it again leaves no trace."""
+        """Says whether it neither observes nor moves its range: calling it again leaves no trace."""
         return self.mode is not Mode.OBSERVE and self.momentum is None
 
     @property
     def observer(self) -> Observer | None:
-        """The observer that sees the tensors in OBSERVE."""
+        """Returns the observer that sees the tensors in OBSERVE."""
         return self._listener.observer
 
     @observer.setter
@@ -167,7 +167,7 @@ class Quantizer(Tap):
 
     @property
     def encoding(self) -> Encoding | None:
-        """A copy of the encoding; ``None`` if there is none yet, and with a dynamic spec.
+        """Returns a copy of the encoding; ``None`` if there is none yet, and with a dynamic spec.
 
         Raises: EncodingError if a learned or averaged scale is not positive and finite.
         """
@@ -175,7 +175,7 @@ class Quantizer(Tap):
             return self.encoding_of(*self.range())
 
     def encoding_of(self, scale: Tensor | None, zero_point: Tensor | None) -> Encoding | None:
-        """The encoding of an effective range, on any device. Raises: as ``encoding``."""
+        """Returns the encoding of an effective range, on any device. Raises: as ``encoding``."""
         if scale is None:
             return None
         if scale.device.type != "meta":
@@ -185,7 +185,7 @@ class Quantizer(Tap):
         return Encoding(self.spec, scale.clamp(min=SMALLEST_SCALE), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
-        """Sets the encoding; a range that is learned is learned on from there.
+        """Sets the encoding; a learned range goes on learning from there.
 
         Raises: EncodingError if its spec differs, this quantizer is dynamic, or it is frozen.
         """
@@ -208,19 +208,19 @@ class Quantizer(Tap):
                 self.zero_point_shift.zero_()
 
     def drop_encoding(self) -> None:
-        """Deletes the encoding; the range is learned no more. Raises: EncodingError if frozen."""
+        """Deletes the encoding, and ends the learning of the range. Raises: EncodingError if frozen."""
         self.refuse_if_frozen()
         self._clear()
 
     def range(self) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and zero point that it simulates with; of a learned range with gradients, as the true ones."""
+        """Returns the scale and zero point of the simulation; of a learned range with gradients."""
         if self.scale is None or not self._learns:
             return self.scale, self.zero_point
         return self._learned(self.scale, self.zero_point, 1.0)
 
     @property
     def learns_range(self) -> bool:
-        """Whether scale and zero point are moved by parameters of the model."""
+        """Says whether parameters of the model move scale and zero point."""
         return self._learns
 
     def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
@@ -241,7 +241,7 @@ class Quantizer(Tap):
             self._make_parameters()
 
     def fix_range(self) -> None:
-        """Makes a learned range a fixed one: its scale, and its zero point rounded to a code.
+        """Fixes a learned range: its scale, and its zero point rounded to a code.
 
         Raises: EncodingError if a scale is not positive and finite.
         """

@@ -54,5 +54,5 @@ def _state(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor has an address and a version: no fake, functional or other subclass, no inference tensor."""
+    """Says whether the tensor has an address and a version: no fake, functional, inference or other subclass."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_inference()

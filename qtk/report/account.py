@@ -18,12 +18,12 @@ class Trial:
         sqnr_db: SQNR of the outputs against the float model's, on data that calibration did not see; ``None`` if the
             trial failed.
         drop: by how much the metric is below float's; ``None`` if it was not measured. Of scores per sample, the mean
-            over those that the search sees.
+            over the samples that the search sees.
         kept: whether later trials build on it.
         reason: why it was not kept; ``None`` if it was.
         size_bytes: of the parameters, as they are stored; ``None`` if the trial failed.
         latency_ms: of one call in the runtime; ``None`` if it was not measured.
-        cost: about how long its matrix products take over those in float, by multiplications and bits; ``None`` if the
+        cost: about how long its matrix products take, relative to float, by multiplications and bits; ``None`` if the
             trial failed.
         bound: the drop is at most that, with the confidence asked for, by samples that the search does not see;
             ``None`` if it was not judged.

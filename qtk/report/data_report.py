@@ -19,7 +19,7 @@ class CalibrationSize:
     Args:
         batches: how many.
         samples: in them.
-        range_share: the mean over the sites of activations of their range, as a share of the one that all batches have.
+        range_share: the mean over the sites of activations of their range, as a share of the range of all batches.
         sqnr_db: SQNR of the outputs against the float model's.
         changed: share of the predictions that are others than with all batches; ``None``: no output holds any.
     """
@@ -51,7 +51,7 @@ class OddBatch:
 @public
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What calibration data show and what they do not; printable.
+    """Reports how far calibration data suffice: range, SQNR and predictions by number of batches; printable.
 
     Args:
         sizes: calibrations with ever more batches.
@@ -81,7 +81,7 @@ class DataReport:
 
     @property
     def verdict(self) -> str:
-        """Whether the data are enough, in words."""
+        """Says in words whether the data are enough."""
         most = self.sizes[-1].batches
         if self.recommended is None and len(self.sizes) == 1:
             text = "one batch calibrates, which shows nothing: give more batches, or smaller ones"
@@ -93,11 +93,11 @@ class DataReport:
 
     @property
     def decibels(self) -> tuple[float, ...]:
-        """The SQNR of each size."""
+        """Returns the SQNR of each number of batches."""
         return tuple(each.sqnr_db for each in self.sizes)
 
     def table(self) -> Table:
-        """One row for each number of batches."""
+        """Returns a table with a row for each number of batches."""
         columns = (Column("batches", number=True), Column("samples", number=True),
                    Column("share of the range", number=True), Column("SQNR, dB", number=True),
                    Column("predictions changed", number=True))
@@ -109,7 +109,7 @@ class DataReport:
         return Table(f"calibration data: {self.verdict}", columns, rows)
 
     def lines(self) -> list[str]:
-        """What is not in the table."""
+        """Returns the lines below the table: odd batches, dead channels, experts."""
         lines = [f"batch {each.index} stands out ({each.score:.0f} robust standard deviations): {each.what} at "
                  f"{each.site}" for each in self.odd]
         lines += [f"{site}: {len(channels)} channels are 0 in all samples ({_some(channels)})"

@@ -10,7 +10,7 @@ from qtk.public import public
 @public
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The Kullback-Leibler divergence of the float model's next-token distributions from the simulation's, in nats.
+    """Holds the Kullback-Leibler divergence of next-token distributions, float from simulated, in nats.
 
     Args:
         mean: over all tokens that count.

@@ -36,7 +36,7 @@ class Drift:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the error grows by no more than ``LARGEST_GROWTH_DB``, or twice the standard error of its growth."""
+        """Says whether the error grows by ``LARGEST_GROWTH_DB`` at most, or twice the standard error of its growth."""
         variances = [statistics.variance(each) / len(each) if len(each) > 1 else 0.0 for each in self._quarters]
         return self.growth_db <= max(LARGEST_GROWTH_DB, 2 * math.sqrt(sum(variances)))
 

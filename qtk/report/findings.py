@@ -54,7 +54,7 @@ class Circumstances:
 
 
 def saturation_remedy(*, opens: bool) -> str:
-    """What to do about u8 × s8 sums that saturate; ``opens``: whether ONNX Runtime opens the file in its exact mode.
+    """Says what to do about u8 × s8 sums that saturate; ``opens``: ONNX Runtime opens the file in its exact mode.
 
     >>> saturation_remedy(opens=False)
     "use config='onnxruntime' (or weight: {reduced_range: true}), or weight: {dtype: uint8, symmetric: true}"
@@ -170,7 +170,7 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
     where = _departure(wrong, circumstances) if wrong else _first(on)
     is_off = not agrees(on, circumstances.tolerance_db) and _is_worse(on, off)
     if is_off and is_right and not agrees(off) and not _is_worse(on, off, AMPLIFIED_DB):
-        return []  # amplified as without the optimizations, which is said of those
+        return []  # amplified as without the optimizations, where it is said
     if is_off and not wrong and _are_too_few(on.total, on.total.beyond_one_step):
         return [_too_few(on.total)]
     if circumstances.saturates and (_is_worse(on, exact) or (is_off and circumstances.saturating_weights)):
@@ -226,7 +226,7 @@ def _slower(run: Run) -> list[Finding]:
 
 
 def _is_worse(run: Run, than: Run, by_db: float = WORSE_DB) -> bool:
-    """Whether a run has more values beyond one step than another, or lost its high SQNR, and is farther off by 1 dB."""
+    """Says whether a run has more values beyond one step than another, or lost its high SQNR, by 1 dB at least."""
     if run.total is None or than.total is None:
         return False
     beyond = run.total.beyond_one_step

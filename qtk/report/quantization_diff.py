@@ -47,7 +47,7 @@ class OutputDifference:
 @public
 @dataclass(frozen=True, slots=True)
 class QuantizationDiff:
-    """All differences of two quantized models; printable, and false if there is none.
+    """Lists all differences of two quantized models; printable, and false if there is none.
 
     Args:
         first: name of the first.
@@ -81,7 +81,7 @@ class QuantizationDiff:
         return f"{self.first} → {self.second}: {what}"
 
     def table(self) -> Table:
-        """One row for each site that differs."""
+        """Returns a table with a row for each site that differs."""
         columns = (Column("site"), Column("change"), Column("moved, steps", number=True),
                    Column("codes flipped", number=True))
         rows = tuple(
@@ -91,7 +91,7 @@ class QuantizationDiff:
         return Table(self.title, columns, rows)
 
     def lines(self) -> list[str]:
-        """What the outputs lose."""
+        """Says what the outputs lose."""
         if self.outputs is None:
             return []
         outputs = self.outputs

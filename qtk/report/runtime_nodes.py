@@ -31,7 +31,7 @@ class FloatNode:
 
 @dataclass(frozen=True)
 class RuntimeNodes:
-    """The nodes of an optimized graph; those that only move or convert values are left out.
+    """The nodes of an optimized graph, without nodes that only move or convert values.
 
     Args:
         integer: kind → number of nodes that compute in integers.

@@ -92,7 +92,7 @@ class Summary:
         return Table(f"accuracy and error{on}, and size", columns, tuple(rows), tuple(sections[1:]))
 
     def runtimes(self) -> str:
-        """How the exported files ran: one line if all ran the same way, else one line per description with files."""
+        """Says how the exported files ran: in one line if all ran the same way, else in a line per description."""
         files: dict[str, list[str]] = {}
         for model, scores in self.models.items():
             for setting, score in scores.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qtk.report.table import Column, Table
 
 SHOWN, LARGE_SHARE, SMALL_SHARE = 5, 0.1, 0.01
-"""How many ops are shown, of those with a tenth of the time or slower than in float; a hundredth is no loss."""
+"""How many ops are shown, of the ops with a tenth of the time or slower than in float; a hundredth is no loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Timing:
 
     Args:
         asked: the rows that were to be timed.
-        rows: those that were; ``None`` if no input has a batch axis.
+        rows: how many rows ran; ``None`` if no input has a batch axis.
         threads: threads within an op; ``None``: as many as the runtime takes by itself.
         cpus: the CPUs that it may use.
         shapes: the names and shapes of the inputs.

@@ -45,7 +45,7 @@ def learn_ranges(
 
     Args:
         simulation: calibrated.
-        names: names of sites, or globs over names. Dynamic and frozen ones are skipped, and those whose scales are
+        names: names of sites, or globs over names. Dynamic and frozen sites are skipped, and sites whose scales are
             stored in few bits.
         gradient_scale: ``"lsq"``: gradients of ranges are divided by √(N · q_max), with N the elements of a sample that
             share a scale (arXiv 1902.08153); ``None``: they are not.

@@ -76,7 +76,7 @@ class QatSchedule:
         self._set_modes()
 
     def step(self) -> None:
-        """Call it once in every training step, at its start; at its end, all comes one step later."""
+        """Counts a training step and applies the schedule; call it at the start of each step, or all comes late."""
         self._set_modes()
         self.steps += 1
 
@@ -88,7 +88,7 @@ class QatSchedule:
         freeze_batch_norms(self._model, self._freeze_at is not None and self.steps >= self._freeze_at)
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed training needs: the number of steps made."""
+        """Returns the number of steps made, which a resumed training needs."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

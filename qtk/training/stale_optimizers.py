@@ -20,7 +20,7 @@ def watch_optimizers(model: nn.Module, learning: Mapping[str, Quantizer]) -> Non
     added to it, or another optimizer be made.
 
     Args:
-        model: whose optimizers, those that hold one of its parameters, are watched.
+        model: optimizers that hold one of its parameters are watched.
         learning: name of a site → its quantizer, whose range is learned.
     """
     of_model = {id(parameter) for parameter in model.parameters()}

@@ -24,7 +24,7 @@ class InsertChannelScale:
     """Inserts a ``ChannelScale`` between one value and layers that read it.
 
     Args:
-        readers: sites of the values that those layers compute; all read the same value.
+        readers: sites of the values that the layers compute; all read the same value.
         axis: the channels of the value.
         scale: name of the buffer with the numbers.
         like: name of a parameter, whose dtype and device the buffer gets.

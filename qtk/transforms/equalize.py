@@ -55,7 +55,7 @@ def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Connection:
-    """A weight, with the classes that its elements connect: broadcastable to it, −1 for those without a factor."""
+    """A weight, with the classes that its elements connect: broadcastable to it, −1 for elements without a factor."""
 
     weight: str
     outputs: Tensor
@@ -79,7 +79,7 @@ def _groups(model: PreparedModel, scales: ChannelScales) -> Iterator[Group]:
     connections = list(_connections(scales))
     classes = _classes(scales, connections)
     equalized = {between: members for between, members in classes.items() if not between.others}
-    number = torch.full((scales.num_variables + 1,), -1)  # of a class among those to equalize; the last: of class −1
+    number = torch.full((scales.num_variables + 1,), -1)  # of a class to equalize; the last: of class −1
     channels: list[Tensor] = []
     total = 0
     for members in equalized.values():

@@ -57,7 +57,7 @@ class _NotFoldable(Exception):  # noqa: N818 - it is a reason
 
 
 def foldable_batch_norms(model: nn.Module) -> list[Group]:
-    """One group for every batch norm, in graph order; those that are left have no steps, and the reason.
+    """One group for every batch norm, in graph order; batch norms that are left have no steps, and the reason.
 
     Args:
         model: a prepared model without quantizers; not changed.

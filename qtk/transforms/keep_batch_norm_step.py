@@ -153,7 +153,7 @@ def weight_quantizer(norm: fx.Node) -> Quantizer | None:
 
 
 def unfolded_targets(norm: fx.Node) -> dict[fx.Node, Callable[..., Tensor | None]]:
-    """What the nodes in front of a kept batch norm call for a layer that never computes what it will when folded."""
+    """Returns what nodes before a kept batch norm call, for a layer that never computes its folded form."""
     if kept_batch_norm_called(norm) is None:
         return {}
     node = norm.args[0]

@@ -46,7 +46,7 @@ class Members:
         return dict(self._tensors)
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Puts new tensors in the places of those with the same names. Changes the model."""
+        """Puts new tensors in the places of the tensors with the same names. Changes the model."""
         for name, tensor in tensors.items():
             old = self._tensors[name]
             new = nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else tensor

@@ -38,7 +38,7 @@ class Group:
 def rewrite(
     model: PreparedModel, call: Call, groups: Sequence[Group], *, transform: str, nothing: str
 ) -> TransformResult:
-    """Makes the steps of all groups, except those that change what the model computes on the example inputs.
+    """Makes the steps of all groups, except groups that change what the model computes on the example inputs.
 
     All groups are tried at once; if the function changes, each half is tried by itself, and so on down to the group. An
     exception leaves the model as it was.
@@ -46,7 +46,7 @@ def rewrite(
     Args:
         model: a prepared model without quantizers; changed.
         call: the example inputs.
-        groups: the groups in graph order; they may build on those before.
+        groups: the groups in graph order; each may build on the groups before it.
         transform: name of the transform.
         nothing: what the result says if there are no groups.
     """
@@ -78,7 +78,7 @@ class _Tried:
 
 
 def _tried(model: PreparedModel, reference: Reference, groups: Sequence[Group], before: float) -> _Tried:
-    """Makes the steps of those groups that keep the outputs; ``before``: how far they have moved already."""
+    """Makes the steps of the groups that keep the outputs; ``before``: how far they have moved already."""
     if not groups:
         return _Tried((), {}, before)
     snapshot = Snapshot(model)

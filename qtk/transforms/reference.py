@@ -43,7 +43,7 @@ class Reference:
         """Largest relative change of the outputs, and whether ``model``, the model rewritten, computes the same.
 
         It does if the outputs moved by at most ``TOLERANCE``. If they moved further, float64 decides: made there, the
-        steps must keep the outputs, and those in the dtype of the model may be at most ``ROUNDING`` times as far from
+        steps must keep the outputs; in the dtype of the model these may be at most ``ROUNDING`` times as far from
         float64 as before.
         """
         outputs = _outputs(model, self._calls)

@@ -312,7 +312,7 @@ def _scaled(
 
 
 def _numbers(variables: Tensor, numbering: Tensor) -> Tensor:
-    """Position of every variable in ``numbering``, which is sorted; -1 for those that are not in it."""
+    """Position of every variable in ``numbering``, which is sorted; -1 for variables that are not in it."""
     position = torch.searchsorted(numbering, variables.contiguous()).clamp(max=len(numbering) - 1)
     return torch.where(numbering[position] == variables, position, -1)
 

@@ -28,7 +28,7 @@ class Step(Protocol):
         """Edits the graphs, in which new parameters need no value yet."""
 
     def update(self, state: State) -> None:
-        """Turns the parameters before the step into those after it: replaces, adds and deletes entries."""
+        """Turns the parameters before the step into the parameters after it: replaces, adds and deletes entries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,8 +49,8 @@ def test_overlaying_formats_in_blocks():
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [
-        ({"dtype": "uint8", "reduced_range": True}, "a reduced range is one of int8, dtype says uint8"),
-        ({"bits": 4, "reduced_range": True}, "a reduced range is one of int8, bits says 4"),
+        ({"dtype": "uint8", "reduced_range": True}, "reduced_range needs dtype: int8, got dtype: uint8"),
+        ({"bits": 4, "reduced_range": True}, "reduced_range needs bits: 8, got bits: 4"),
         ({"block_size": 32}, "needs granularity per_block"),
         ({"remainder": "float"}, "remainder float needs granularity per_block"),
         ({"granularity": "per_block"}, "needs a block_size"),

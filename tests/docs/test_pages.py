@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -28,6 +29,7 @@ from qtk.cli.recipe import load_recipe
 from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from tests.docs import qat_programs
+from tests.docs.llama_template import write_template
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
 from tests.docs.short_digits import digits_of
 from tests.zoo.prepared import slow_but
@@ -59,15 +61,35 @@ CHEAP = [
 ]
 
 
+def names_in(block: str) -> tuple[set[str], set[str]]:
+    """The names that a block defines, and the names that it reads and does not define."""
+    defined, read = set(), set()
+    for node in ast.walk(ast.parse(block)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                defined.add(name)
+            case ast.alias(name=name, asname=other):
+                defined.add(other or name.partition(".")[0])
+    return defined, read - defined
+
+
 def run_page(name: str, text: str) -> dict[str, object]:
     """Runs the python blocks of a page one after the other. Raises: what a block raises, with its place in the page."""
     names: dict[str, object] = {}
     around = AROUND.get(name)
     found = blocks(text, "python")
     assert around is None or len(around) == len(found)
+    missing: set[str] = set()
     for number, block in enumerate(found):
-        if "import transformers" in block and find_spec("transformers") is None:  # which tests do not install
+        defined, read = names_in(block)
+        if ("import transformers" in block and find_spec("transformers") is None) or read & missing:
+            missing |= defined - names.keys()  # no transformers: no block that reads these names
             continue
+        missing -= defined
+        if "model-f16.gguf" in block:
+            write_template(names["llama"], "model-f16.gguf")
         before, after = around[number] if around else (dict, None)
         if around:
             names |= {"qtk": qtk, "torch": torch, **before()}
@@ -98,6 +120,17 @@ def test_the_python_blocks_of_a_page_run(
         text = re.sub(r"\bsteps=\d{3,}\b", "steps=20", text)
     with contextlib.redirect_stdout(io.StringIO()), digits_of(pytestconfig):
         run_page(name, text)
+
+
+@pytest.mark.slow
+def test_the_page_on_accuracy_shows_what_its_first_block_prints() -> None:
+    pytest.importorskip("sklearn")
+    shown = re.search(r"It prints:\n\n((?:    .*\n)+)", page("accuracy.md"))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(blocks(page("accuracy.md"), "python")[0], "accuracy.md", "exec"), {})
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    assert [re.sub(r"[\d.]+", "#", line[4:]) for line in shown[1].splitlines()] == [
+        re.sub(r"[\d.]+", "#", line) for line in lines if line]
 
 
 @pytest.mark.parametrize("name", [*PAGES, "README.md"])
@@ -163,7 +196,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_list_of_targets_is_complete() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", page("targets.md"), re.MULTILINE)
+    first = page("targets.md").partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", first, re.MULTILINE)
     assert sorted(listed) == shipped_names("targets")
 
 
@@ -206,3 +240,13 @@ def test_a_planted_fault_is_found() -> None:
         parse(["inspect", "--no-such-option"])
     assert list(commands("```sh\nqtk targets  # all\n```\n    qtk inspect x\n")) == [["targets"], ["inspect", "x"]]
     assert languages("```python\nx\n```\n\n```\ny\n```\n") == ["python", ""]
+    assert names_in("import a\nb = a.c(d)\n") == ({"a", "b"}, {"d"})
+
+
+def test_a_recipe_leads_to_its_section() -> None:
+    """And each section of recipes for language models is in the table."""
+    text = page("language.md")
+    recipes = re.findall(r"^### (.*)$", text.partition("## Recipes")[2].partition("### A folder, reloaded")[0], re.M)
+    linked = re.findall(r"\(#([\w-]+)\) \|$", text.partition("## Recipes")[0], re.MULTILINE)
+    assert {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in recipes} <= set(linked)
+    assert len(linked) == 8

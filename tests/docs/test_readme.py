@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,33 @@ def test_python_block_runs_as_pasted(
 
 def test_there_is_something_to_run() -> None:
     assert BLOCKS
+
+
+QUESTIONS = {
+    "What is a site?": "what is a site",
+    "What does prepare_model do to my model?": "prepare_model",
+    "How do I quantize a Llama to 4 bits for vLLM?": "llama in 4 bits for vllm",
+    "Which bits does my runtime have?": "which bits does my runtime have",
+    "How do I keep a layer in float": "keep a layer in float",
+    "Is my calibration data enough?": "is my calibration data enough",
+    "How do I train?": "how do i train",
+    "Why is my file slower?": "why is my file slower",
+    "How do I load the result in another process?": "load the result in another process",
+    "What is not supported?": "what is not supported",
+}
+"""What newcomers asked → what the heading that answers it says."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_leads_to_a_heading_with_its_words(question: str) -> None:
+    (row,) = (line for line in README.splitlines() if question in line)
+    reached = []
+    for path, anchor in re.findall(r"\]\(([\w/.]+\.md)#([^)]+)\)", row):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        reached += [each.lower() for each in headings
+                    if re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") == anchor]
+    assert any(QUESTIONS[question] in heading for heading in reached), reached
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 90

@@ -79,7 +79,7 @@ INDICES = ("index", "indices", "mask")
 """Arguments of ops that the dtype of a result does not depend on."""
 TRUTHS = ("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal",
           "logical_and", "logical_or", "logical_xor", "logical_not")
-"""Ops whose results are booleans, but for those that are written over a value of another dtype."""
+"""Ops whose results are booleans, but for ops that write over a value of another dtype."""
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
@@ -147,7 +147,7 @@ def _twin(node: fx.Node) -> OpOverload | None:
 
 
 def _is_private(node: fx.Node) -> bool:
-    """Whether no other value shares the memory that ``node`` overwrites, and the out-of-place result has its dtype."""
+    """Says whether ``node`` alone reads the memory that it overwrites, with the dtype of the result."""
     written = node.args[0]
     if not isinstance(written, fx.Node) or not all(map(_is_fresh, (written, *(u for u in written.users if u < node)))):
         return False

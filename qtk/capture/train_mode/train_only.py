@@ -90,7 +90,7 @@ def finding_train_only(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
 
 
 def _act(module: nn.Module, x: Tensor) -> bool | None:
-    """Whether ``module`` writes into its input in train mode; ``None`` if it returns the input or changes the shape."""
+    """Says whether ``module`` writes into its input in train mode; ``None`` if it returns it or changes the shape."""
     if type(module) is nn.Identity:
         return None
     try:
