@@ -34,7 +34,7 @@ The rules, numbered as the code cites them:
 16. What indices select from a parameter, and what it is expanded to, is a parameter to the op that reads it.
 17. A loss that the model computes from targets stays in float, and so do the targets.
 18. Of several graphs of one module, for calls with other inputs, the first decides about what it computes; the others
-    about what they alone compute. What a layer reads in each of them has one encoding.
+    about what they alone compute. What a layer reads in each has one encoding, and what it makes.
 19. What only sines, floors, remainders and casts to integers read, directly or behind sums and products, stays in
     float: its absolute error counts, and a step of its range may be a turn.
 20. Keys and values of attention are quantized as ``kv_cache`` says, whatever rules say, where they have heads and are

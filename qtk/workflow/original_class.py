@@ -35,8 +35,11 @@ SIMULATION = "simulation"
 
 """Its attribute by which ``generate`` runs that faster."""
 
-USE_CACHE, RETURN_DICT = FLAGS = ("use_cache", "return_dict")
+USE_CACHE, RETURN_DICT, LOGITS_TO_KEEP = FLAGS = ("use_cache", "return_dict", "logits_to_keep")
 """Arguments of transformers' models that a captured graph has decided, and that ``generate`` passes all the same."""
+
+LOGITS = "logits"
+"""Name of the output of which ``logits_to_keep`` asks for the last tokens: [batch, tokens, words]."""
 
 SAVING = ("save", "push_to_hub")
 """Names of methods that write a model, which others go on with ``_``: ``save_pretrained``."""
@@ -236,12 +239,17 @@ def _as_asked(output: Any, interface: Interface, flags: Mapping[str, object]) ->
     """
     for name, value in flags.items():
         captured = interface.defaults.get(name)
-        if value == captured:
+        if not isinstance(value, Tensor) and value == captured:
             continue
         if name == USE_CACHE:
             has_cache = _has_cache(output)
             is_served = has_cache or (captured is None and not value)
             output = output if value or not has_cache else _without_cache(output)
+        elif name == LOGITS_TO_KEEP:
+            logits = output.get(LOGITS) if isinstance(output, Mapping) else None
+            is_served = captured == 0 and isinstance(value, int) and isinstance(logits, Tensor)
+            if isinstance(logits, Tensor) and is_served:
+                output[LOGITS] = logits[:, -value:]  # type: ignore[operator]
         else:
             is_served = captured is None and bool(value) is isinstance(output, Mapping)
         if not is_served:

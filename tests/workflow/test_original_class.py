@@ -205,6 +205,21 @@ def test_a_flag_that_the_graph_has_decided_otherwise_is_refused():
             made(ids, **{name: value})
 
 
+class Kept(Net):
+    def forward(self, ids, logits_to_keep=0):
+        return {"logits": super().forward(ids)[:, -logits_to_keep:]}
+
+
+def test_the_last_logits_are_kept_of_a_graph_that_makes_all():
+    """Models of transformers whose config says so get ``logits_to_keep=1`` from ``generate``."""
+    made, ids = simulation(Kept().eval()).to_original(), words(4, 6)
+    expected = made(ids)["logits"]
+    for count in (0, 1, 4):
+        assert torch.equal(made(ids, logits_to_keep=count)["logits"], expected[:, -count:])
+    with pytest.raises(CaptureError, match="logits_to_keep=tensor"):
+        made(ids, logits_to_keep=torch.tensor([1, 2]))
+
+
 @pytest.fixture
 def library(monkeypatch):
     """A package called transformers, whose class of caches is that of the tests."""
