@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from qtk.calls.calls import Call
-from qtk.calls.served_sizes import ServedSizes
+from qtk.calls.served_sizes import ServedSizes, axis_text
 from qtk.errors import CaptureError
 from qtk.public import runs_model
 from qtk.torch_private import call_structure, flatten_as, pytree
@@ -139,6 +139,26 @@ def check_inputs(
                 "prepare the model again with that value"
             )
     sizes.check_call({str(node.target): leaf for node, leaf in zip(placeholders, leaves, strict=True)})
+
+
+def unequal_axes(graph: fx.Graph, leaves: Sequence[object]) -> str | None:
+    """Two axes of one free size that have two lengths in a call, as text; ``None`` if there are none.
+
+    Args:
+        graph: the graph.
+        leaves: the leaves of the call, in the order of the placeholders.
+    """
+    first: dict[str, tuple[str, int]] = {}
+    for node, leaf in zip(graph.find_nodes(op="placeholder"), leaves, strict=False):
+        captured = node.meta.get("val")
+        if not isinstance(leaf, Tensor) or not isinstance(captured, Tensor):
+            continue
+        for axis, (size, length) in enumerate(zip(captured.shape, leaf.shape, strict=False)):
+            place = axis_text((str(node.target), axis))
+            other, before = first.setdefault(str(size), (place, length)) if is_free(size) else (place, length)
+            if length != before:
+                return f"{other} is {before} and {place} is {length}"
+    return None
 
 
 def is_free(size: object) -> bool:

@@ -15,7 +15,7 @@ from torch.fx.graph import PythonCode
 
 from qtk.calls.calls import Call, cloned
 from qtk.calls.containers import register_structure
-from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_call
+from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_call, unequal_axes
 from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import call_kind, input_names
 from qtk.capture.bound_graph import Binding
@@ -168,9 +168,16 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                 "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
             )
         bound = graph.__dict__.setdefault(BOUND, Binding())
-        if leaves is None or is_watched() or (run := bound.function(graph)) is None:
-            return nn.Module.__call__(graph, *args, **kwargs)
-        return run(*leaves)
+        try:
+            if leaves is None or is_watched() or (run := bound.function(graph)) is None:
+                return nn.Module.__call__(graph, *args, **kwargs)
+            return run(*leaves)
+        except RuntimeError as error:
+            unequal = unequal_axes(graph.graph, leaves or ())
+            if unequal is None:
+                raise
+            raise CaptureError(f"{unequal}, and the captured graph needs them equal, as they are in the example: pass "
+                               "such inputs, or prepare the model from an example in which they differ") from error
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""

@@ -188,3 +188,18 @@ def test_kinds_of_numbers_are_checked_and_widths_are_not():
         ids(torch.zeros(2, 3))
     assert ids(torch.zeros(5, 3).int()).shape == (5, 3, 4)
     assert floats.half()(X.half()).dtype == torch.float16
+
+
+class Placed(nn.Module):
+    """Reshapes by the batch of the positions, which must be the batch of the inputs."""
+
+    def forward(self, x, positions):
+        return x.reshape(positions.shape[0], -1) * positions.sum(1, keepdim=True)
+
+
+def test_sizes_that_the_graph_needs_equal_are_named_where_it_fails():
+    model = prepare_model(Placed(), (torch.randn(2, 6), torch.randn(2, 5)), dynamic_shapes="all")
+    assert model(torch.randn(3, 6), torch.randn(3, 4)).shape == (3, 6)
+    for _ in range(2):  # known or not
+        with pytest.raises(CaptureError, match=r"^x.shape\[0\] is 3 and positions.shape\[0\] is 2, and the captured"):
+            model(torch.randn(3, 5), torch.randn(2, 4))
