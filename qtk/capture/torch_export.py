@@ -81,6 +81,7 @@ def capture(
     owns_inputs: bool = False,
     unfree: Collection[LeafAxis] = (),
     known: Collection[int] = (),
+    doubles: bool = True,
 ) -> Capture:
     """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
@@ -99,6 +100,7 @@ def capture(
             afterwards.
         unfree: axes that stay fixed, by the number of the leaf in the arguments.
         known: leaves whose values are written into the graph (``written_in``); a batch of one is not doubled then.
+        doubles: whether a batch of one is doubled; not where the graph then needs it as large as another.
 
     Raises: CaptureError with the reason of every rung, or naming a tensor that cannot be traced.
     """
@@ -107,7 +109,7 @@ def capture(
     if not isinstance(dynamic_shapes, str | None):
         args, kwargs = distinct((args, kwargs))
         dynamic_shapes, names = named_axes(dynamic_shapes, model, args, kwargs)
-    attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree, known)
+    attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree, known, doubles=doubles)
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -139,6 +141,9 @@ def capture(
             if singly:
                 return capture(model, args, kwargs, dynamic_shapes, rungs=rungs, owns_inputs=owns_inputs,
                                unfree={*unfree, *singly}, known=known)
+            if doubles and not _serves(program, attempt, args, kwargs):
+                return capture(model, args, kwargs, dynamic_shapes, rungs=rungs, owns_inputs=owns_inputs,
+                               unfree=unfree, known=known, doubles=False)
             tied = _tied_sizes(_tensor_inputs(program))
             if tied is not None and attempt.label != GIVEN_LABEL:
                 reasons.append(f"{rung}, {attempt.label}: only sizes with {tied} would do")
@@ -195,7 +200,7 @@ class _Attempt:
 
 def _attempts(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
-    unfree: Collection[LeafAxis], known: Collection[int],
+    unfree: Collection[LeafAxis], known: Collection[int], *, doubles: bool,
 ) -> list[_Attempt]:
     """The attempts of each rung, in order."""
     static = _Attempt("static shapes", args, kwargs, None)
@@ -203,7 +208,7 @@ def _attempts(
         return [static]
     if not isinstance(dynamic_shapes, str):
         return [_Attempt(GIVEN_LABEL, args, kwargs, dynamic_shapes)]
-    doubled = (args, kwargs) if known else with_batch_of_two(model, args, kwargs)
+    doubled = with_batch_of_two(model, args, kwargs) if doubles and not known else (args, kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
     unfree = {*unfree, *((number, axis) for number in known for axis in range(leaves[number].ndim))}
 
@@ -229,6 +234,14 @@ def _attempted(source: nn.Module, attempt: _Attempt, *, owns_inputs: bool) -> Ex
         with _on_copies(source):
             program = _export(source, attempt.args, attempt.kwargs, shapes)
     return program
+
+
+def _serves(program: ExportedProgram, attempt: _Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a program from doubled inputs serves the inputs themselves: sizes that it needs equal are equal."""
+    sizes, _ = _leaf_sizes(_tensor_inputs(program), attempt.args, attempt.kwargs)
+    leaves, lengths = pytree.tree_leaves((args, kwargs)), dict[str, int]()
+    return all(lengths.setdefault(str(size), leaves[number].shape[axis]) == leaves[number].shape[axis]
+               for (number, axis), size in sizes.items() if is_free(size))
 
 
 def _in_time(

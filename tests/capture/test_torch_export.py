@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 
 import qtk
-from qtk.calls.inputs import split_inputs
+from qtk.calls.inputs import is_free, split_inputs
 from qtk.capture.torch_export import capture
 from qtk.errors import CaptureError
 
@@ -208,3 +208,39 @@ def test_tensors_that_cannot_be_traced_are_named_and_the_layers_beside_them_quan
     assert "fc.weight" in sim.quantizers
     assert sim.model.report.parts[0].rung == "python"
     assert named in sim.model.report.parts[0].reason
+
+
+class Positioned(nn.Module):
+    """Positions of all samples or of each, which are made as many as the samples."""
+
+    def forward(self, x, positions):
+        return x * positions[:, None].expand(x.shape[0], -1, -1).cos()
+
+
+class Apart(nn.Module):
+    """A sample of one batch for all of another."""
+
+    def forward(self, x, image):
+        return x.sum(1) * image.mean()
+
+
+@torch.no_grad()
+def test_a_batch_of_one_that_is_given_to_all_samples_stays_one():
+    model = qtk.prepare_model(Positioned().eval(), (torch.randn(3, 2, 5), torch.randn(1, 5)), dynamic_shapes="all")
+    assert [shape[0] for shape in free_sizes(model)] == [True, False]
+    x, positions = torch.randn(4, 2, 7), torch.randn(1, 7)
+    assert torch.equal(model(x, positions), Positioned()(x, positions))
+    with pytest.raises(CaptureError, match=r"input positions has shape \(4, 7\), the model was captured for \(1, any"):
+        model(x, torch.randn(4, 7))
+
+
+@torch.no_grad()
+def test_a_batch_of_one_of_its_own_is_free():
+    model = qtk.prepare_model(Apart().eval(), (torch.randn(3, 5), torch.randn(1, 4)), dynamic_shapes="all")
+    assert [shape[0] for shape in free_sizes(model)] == [True, True]
+    x, image = torch.randn(4, 5), torch.randn(2, 4)
+    assert torch.allclose(model(x, image), Apart()(x, image))
+
+
+def free_sizes(model):
+    return [tuple(map(is_free, node.meta["val"].shape)) for node in model.graph.find_nodes(op="placeholder")]
