@@ -32,7 +32,9 @@ TESTED, BATCH = 200, 16
 CHAINS: dict[str, tuple[str, ...]] = {
     "rounding": (), "seq_mse": ("seq_mse",), "gptq": ("gptq",), "seq_mse + gptq": ("seq_mse", "gptq"),
     "seq_mse + cd": ("seq_mse", "coordinate_descent"), "coordinate_descent": ("coordinate_descent",),
-    "seq_mse + adaround": ("seq_mse", "adaround")}
+    "seq_mse + adaround": ("seq_mse", "adaround"), "seq_mse + cd, judged": ("seq_mse", "coordinate_descent")}
+JUDGED = ", judged"
+"""What ends the name of a chain that is compared with each of its methods alone (``judge_parts``)."""
 KINDS = ("scikit-learn", "Python", "photos")
 FIELDS = ("bits", "block", "calibrated with", "samples", "seed", "chain", *(f"cosine, {kind}" for kind in KINDS),
           "CPU s")
@@ -136,7 +138,10 @@ def main() -> None:
                 begun = time.process_time()
                 sim.compute_encodings(None, progress=False)
                 if methods:
-                    qtk.apply_layerwise(sim, batches, methods, valid="attention_mask", progress=False)
+                    options = qtk.LayerwiseOptions(judge_parts=chain.endswith(JUDGED))
+                    report = qtk.apply_layerwise(sim, batches, methods, valid="attention_mask", options=options,
+                                                 progress=False)
+                    print(*(f"{name} {judged:.4g}" for name, judged in report.judged.items()), sep=", ")
                 seconds = time.process_time() - begun
                 own = [embeddings(sim.model, kind) for kind in tested]
                 cosines = [float((a * b).sum(-1).mean()) for a, b in zip(own, wanted, strict=True)]
