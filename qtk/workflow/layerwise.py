@@ -250,12 +250,13 @@ def _best_part(
     """
     if several_ranks():
         raise CalibrationError("judge_parts runs in one process; leave it out, or call without torchrun")
-    data = list(islice(data, call.num_batches)) if isinstance(data, Iterator) else data
+    if isinstance(data, Iterable):  # a loader that shuffles would hold out other samples for each part
+        data = list(islice(data, call.num_batches))
     layers = weighted_layers(sim.simulation.model, sim.simulation.plan)[0]
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     folder, on_disk = options.checkpoint_dir, options.offload == "disk"
     judged, best, found = _Judged(), None, {}
-    with unchanged_on_error(layers, on_disk=on_disk) as before:
+    with torch.inference_mode(False), unchanged_on_error(layers, on_disk=on_disk) as before:
         before.keep(*parameters)
         for index, part in enumerate((methods, *([each] for each in methods))):
             if index:  # the first has warned of earlier results

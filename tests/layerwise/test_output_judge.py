@@ -83,7 +83,7 @@ def test_what_is_judged_is_what_was_held_out(masked):
 
 def test_the_best_part_is_kept_as_if_it_had_been_called_alone():
     winners = set()
-    for seed in range(4):
+    for seed in (0, 1):
         sim, model, batches = made(seed, activation_bits=None)
         report = qtk.apply_layerwise(sim, batches, CHAIN, options=judging(), progress=False)
         for name, methods in (("SeqMse + CoordinateDescent", CHAIN), ("SeqMse", CHAIN[:1]),
@@ -98,8 +98,20 @@ def test_the_best_part_is_kept_as_if_it_had_been_called_alone():
     assert len(winners) > 1  # else a chain that is always kept would pass
 
 
-def test_later_calls_know_the_float_weights():
+def test_a_loader_that_shuffles_is_run_once():
     sim, model, batches = made()
+    orders = iter([[0, 1, 2]])  # a second turn would raise
+
+    class Shuffled:
+        def __iter__(self):
+            return iter([batches[index] for index in next(orders)])
+
+    report = qtk.apply_layerwise(sim, Shuffled(), CHAIN, options=judging(), progress=False)
+    assert min(report.judged.values()) == pytest.approx(by_formula(sim, model, batches), rel=1e-4)
+
+
+def test_later_calls_know_the_float_weights():
+    sim, _, batches = made()
     qtk.apply_layerwise(sim, batches, CHAIN, options=judging(), progress=False)
     assert qtk.apply_gptq(sim, batches, options=qtk.LayerwiseOptions(start="float"), progress=False).restarted
     alone, _, _ = made()
@@ -113,7 +125,7 @@ def test_one_method_is_not_judged():
 
 
 def test_reconstruction_goes_on_from_the_best_part():
-    sim, model, batches = made()
+    sim, _, batches = made()
     learned = "reconstruction(iterations=3)"
     report = qtk.apply_layerwise(sim, batches, [*CHAIN, learned], options=judging(), progress=False)
     assert "SeqMse" in report.judged
