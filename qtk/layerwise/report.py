@@ -85,7 +85,7 @@ class LayerwiseReport:
         pooled: the weights of experts that took the Gram matrix of the rows of all, each with the few rows they met.
         dense: the weights that no mask was chosen for, though one was asked for, each with the reason.
         judged: methods → the divergence of the model's outputs from float over held-out samples, of all that were
-            compared (``judge_parts``); ``plain rounding`` among them. The layers are those of the least one.
+            compared (``judge_parts``); ``plain rounding`` among them. The layers are the results of the least of them.
     """
 
     layers: tuple[LayerResult, ...]
