@@ -63,7 +63,7 @@ class LayerwiseOptions:
             output changes least; methods see the mask, as they see the zeros of a weight that is pruned already, which
             none of them moves (of weights with at least 30 % exact zeros). Layers that it does not fit stay dense, and
             are listed in the report. ``None``: nothing is pruned.
-        judge_parts: of a call with several methods, apply each method alone too, and keep the one result with which the
+        judge_parts: of a call with several methods, apply each method alone too, and keep the result with which the
             model's outputs are closest to float over the samples that are held out: the chain of all, or a part of it.
             Costs a run for each method, and twice the weights in host memory, with ``offload="disk"`` in files.
             Reconstruction is no part; it goes on from what is kept.
