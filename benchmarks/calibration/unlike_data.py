@@ -38,6 +38,8 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "AdaRound": ("adaround",),
     "SeqMSE + AdaRound": ("seq_mse", "adaround"),
 }
+JUDGED = "SeqMSE + coordinate descent, judged"
+"""The chain of these two, or one of them alone, whichever leaves the scores of held-out samples closest to float."""
 WITHOUT_HOLDOUT = "GPTQ, holdout=0"
 GRANULARITIES = ("channel", "128", "32")
 
@@ -140,12 +142,13 @@ def print_misses(results: list[dict[str, object]]) -> None:
             print(f"above plain rounding: {cell}: {row['alike']:.3f} / {row['unlike']:.3f}")
         if row["chain"] == WITHOUT_HOLDOUT:
             gain = 1 - float(row["alike"])
-        elif row["chain"] in CHAINS:
+        elif row["chain"] != "nearest":
             kept = (1 - float(row["alike"])) / gain
             gains[str(row["chain"])] = min(kept, gains.get(str(row["chain"]), kept))
     print("least share of the gain of GPTQ without held-out data, alike: "
           + ", ".join(f"{chain} {kept:.1%}" for chain, kept in gains.items()))
-    worst = max((row for row in results if row["chain"] in CHAINS), key=lambda row: float(row["unlike"]))
+    judged = [row for row in results if row["chain"] not in (WITHOUT_HOLDOUT, "nearest")]
+    worst = max(judged, key=lambda row: float(row["unlike"]))
     print(f"worst cell: W{worst['bits']}, {worst['granularity']}, {worst['samples']} samples, {worst['chain']}: "
           f"{worst['alike']:.3f} / {worst['unlike']:.3f}")
 
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("--samples", nargs="+", type=int, default=[64, 512])
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--padded", action="store_true", help="patches with ink, padded, in place of rows")
+    parser.add_argument("--chains", nargs="+", default=[*CHAINS, JUDGED], choices=[*CHAINS, JUDGED])
     parser.add_argument("--csv", type=Path, help="file to write")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # few samples are the point
@@ -182,25 +186,27 @@ def main() -> None:
         setting = {"bits": arguments.bits[bits], "granularity": arguments.granularities[granularity],
                    "samples": arguments.samples[count]}
         plain: tuple[float, ...] = ()
-        for chain, methods in {"nearest": (), WITHOUT_HOLDOUT: ("gptq",), **CHAINS}.items():
+        chains = {**CHAINS, JUDGED: CHAINS["SeqMSE + coordinate descent"]}
+        chains = {chain: chains[chain] for chain in arguments.chains}
+        for chain, methods in {"nearest": (), WITHOUT_HOLDOUT: ("gptq",), **chains}.items():
             sim = qtk.QuantSim(model, batches[0], weight_bits=arguments.bits[bits], activation_bits=None,
                                config=config_of(arguments.granularities[granularity]))
             sim.compute_encodings(None, progress=False)
             if methods:
-                holdout = 0.0 if chain == WITHOUT_HOLDOUT else 0.2
-                qtk.apply_layerwise(sim, batches, methods, options=qtk.LayerwiseOptions(holdout=holdout), valid=valid,
-                                    progress=False)
+                options = qtk.LayerwiseOptions(
+                    holdout=0.0 if chain == WITHOUT_HOLDOUT else 0.2, judge_parts=chain == JUDGED)
+                qtk.apply_layerwise(sim, batches, methods, options=options, valid=valid, progress=False)
             errors = tuple(error(sim, model, images) for images in judged)
             plain = plain or errors
             results.append({**setting, "chain": chain, "alike": errors[0] / plain[0], "unlike": errors[1] / plain[1]})
         tqdm.write(", ".join(str(value) for value in setting.values()) + ": " + ", ".join(
-            f"{row['chain']} {row['alike']:.3f} / {row['unlike']:.3f}" for row in results[-1 - len(CHAINS) :]))
+            f"{row['chain']} {row['alike']:.3f} / {row['unlike']:.3f}" for row in results[-1 - len(chains) :]))
     table = Table(title="squared error of the scores, plain rounding is 1: alike / unlike")
-    chains = [WITHOUT_HOLDOUT, *CHAINS]
-    for heading in ("bits", "blocks", "samples", *chains):
+    shown = [WITHOUT_HOLDOUT, *arguments.chains]
+    for heading in ("bits", "blocks", "samples", *shown):
         table.add_column(heading, justify="right")
     for case in range(total):
-        own = results[case * (len(chains) + 1) : (case + 1) * (len(chains) + 1)]
+        own = results[case * (len(shown) + 1) : (case + 1) * (len(shown) + 1)]
         cells = [f"{row['alike']:.3f} / {row['unlike']:.3f}" for row in own[1:]]
         table.add_row(*(str(own[0][key]) for key in ("bits", "granularity", "samples")), *cells)
     Console(width=200).print(table)

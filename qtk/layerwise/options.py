@@ -63,8 +63,12 @@ class LayerwiseOptions:
             output changes least; methods see the mask, as they see the zeros of a weight that is pruned already, which
             none of them moves (of weights with at least 30 % exact zeros). Layers that it does not fit stay dense, and
             are listed in the report. ``None``: nothing is pruned.
+        judge_parts: of a call with several methods, apply each method alone too, and keep the result with which the
+            model's outputs are closest to float over the samples that are held out: the chain of all, or a part of it.
+            Costs a run for each method, and twice the weights in host memory, with ``offload="disk"`` in files.
+            Reconstruction is no part; it goes on from what is kept.
 
-    Raises: ArgumentError if a value is not of its type, or ``holdout`` not in [0, 1).
+    Raises: ArgumentError if a value is not of its type, ``holdout`` not in [0, 1), or 0 with ``judge_parts``.
     """
 
     inputs: Inputs = "asym"
@@ -76,10 +80,14 @@ class LayerwiseOptions:
     keep_originals: bool = True
     calibrate_all_experts: bool = False
     sparsity: Sparsity | None = None
+    judge_parts: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:
             raise ArgumentError(f"LayerwiseOptions: holdout is a fraction, at least 0 and below 1, got {self.holdout}")
+        if self.judge_parts and not self.holdout:
+            raise ArgumentError("LayerwiseOptions: judge_parts compares results over samples that are held out, and "
+                                "holdout=0 holds out none; leave out one of them")
 
 
 DEFAULT = LayerwiseOptions()

@@ -220,14 +220,14 @@ def warn_of_earlier_results(restarted: Sequence[str], gone: Sequence[str]) -> No
         warnings.warn(
             f"{len(restarted)} layers ({_listed(restarted)}) start again from their float weights: what an earlier "
             "call made of them is replaced; options=LayerwiseOptions(start='present') goes on from that, "
-            "LayerwiseOptions(start='float') says that this is meant", stacklevel=3,
+            "LayerwiseOptions(start='float') says that this is meant", stacklevel=4,
         )
     if gone:
         warnings.warn(
             f"an earlier call rewrote the weights of {len(gone)} layers ({_listed(gone)}), and their float weights "
             "are not kept (keep_originals=False, a simulation from a file), or the layers were changed since: their "
             "present weights count as the float model; put all methods into one apply_layerwise, on a simulation made "
-            "anew", stacklevel=3,
+            "anew", stacklevel=4,
         )
 
 

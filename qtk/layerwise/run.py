@@ -114,14 +114,14 @@ class LayerwiseRun:
             warnings.warn(
                 f"{len(self._short_of_data)} layers saw fewer rows of data than the methods need "
                 f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
-                "adaround", stacklevel=3,
+                "adaround", stacklevel=4,
             )
         self._starved.warn()
         if self._without_holdout:
             warnings.warn(
                 f"held out no samples for {len(self._without_holdout)} layers ({self._without_holdout[0]}, …), so that "
                 "their results are judged on the data they were fitted to: use larger batches, more of them or a "
-                "larger holdout; holdout=0 to ask for none", stacklevel=3,
+                "larger holdout; holdout=0 to ask for none", stacklevel=4,
             )
         return [_result(layer.name, updates.get(layer.name)) for layer in self._layers]
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn  # noqa: F401  the examples use it
+from torch import Tensor, nn
 
 from qtk.calibration.calibrate import parameter_encodings
 from qtk.calibration.scale_floor import raise_scales
+from qtk.calls.calls import Call
 from qtk.capture.tracing import TRACING
 from qtk.data.forward_pass import Data, Forward
 from qtk.data.recorded_calls import recorded_calls
@@ -25,14 +28,16 @@ from qtk.layerwise.block_run import BlockRun
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.methods import LayerwiseMethod, method
 from qtk.layerwise.options import DEFAULT, LayerwiseOptions
-from qtk.layerwise.originals import EarlierResults, unchanged_on_error, warn_of_earlier_results
+from qtk.layerwise.originals import EarlierResults, Originals, Start, unchanged_on_error, warn_of_earlier_results
+from qtk.layerwise.output_judge import OutputJudge
 from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
+from qtk.moments.holdout import holdout_of
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.mapped_weights import bounded
-from qtk.observers.ranks import agree
+from qtk.observers.ranks import agree, several_ranks
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
@@ -90,6 +95,13 @@ def apply_layerwise(
     >>> [layer.after <= layer.before for layer in report.layers]
     [True, True]
 
+    Whether the chain or one of its methods alone keeps the model's outputs closer, over samples that none has seen:
+
+    >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse", "coordinate_descent"], progress=False,
+    ...     options=qtk.LayerwiseOptions(start="float", judge_parts=True))
+    >>> list(report.judged)
+    ['plain rounding', 'SeqMse + CoordinateDescent', 'SeqMse', 'CoordinateDescent']
+
     Args:
         sim: a ``QuantSim``; weights, their encodings and biases change, and the encodings are frozen.
         data: as for ``compute_encodings``; a few hundred samples. Under ``torchrun`` each rank passes its share.
@@ -118,11 +130,54 @@ def apply_layerwise(
     *others_first, last = resolved
     if any(isinstance(each, Reconstruction) for each in others_first):
         raise CalibrationError("reconstruction learns whole blocks, after all other methods; name it last")
+    call = _Call(sites, forward, num_batches, valid, progress)
     if isinstance(last, Reconstruction) and others_first:
-        return _then_reconstruct(sim, data, others_first, last, sites, forward, num_batches, valid, progress, options)
+        return _then_reconstruct(sim, data, others_first, last, call, options)
+    if options.judge_parts and others_first:
+        return _best_part(sim, data, resolved, call, options)
+    return _applied(sim, data, resolved, call, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The keywords of a call, as for ``apply_layerwise``."""
+
+    sites: Iterable[str] | str | None
+    forward: Forward | None
+    num_batches: int | None
+    valid: Valid | None
+    progress: bool
+
+
+@dataclass(slots=True)
+class _Judged:
+    """The judge that all parts of a chain share, made by the first of them, and what it has measured."""
+
+    judge: OutputJudge | None = None
+    plain: float = math.nan
+    divergence: float = math.nan
+
+    def begin(self, model: nn.Module, calls: Sequence[Call], options: LayerwiseOptions) -> None:
+        """Notes the outputs of the float model, whose weights are in place, and how far plain rounding is from them."""
+        holdout = holdout_of(options.holdout, options.groups, len(calls))
+        if self.judge is None and holdout is not None:
+            self.judge = OutputJudge(model, calls, holdout)
+            self.plain = self.judge.divergence()
+
+    def end(self) -> None:
+        """Measures the outputs as they are now."""
+        assert self.judge is not None
+        self.divergence = self.judge.divergence()
+
+
+def _applied(
+    sim: HasSimulation, data: Data, resolved: Sequence[LayerwiseMethod], call: _Call, options: LayerwiseOptions,
+    judged: _Judged | None = None,
+) -> LayerwiseReport:
+    """Applies the methods in one walk. Changes ``judged``, if it is given: measures the outputs afterwards."""
+    last, progress = resolved[-1], call.progress
     start, simulation = options.start, sim.simulation
-    goes_on = start == "present" or (
-        start is None and all(each.needs_bias or isinstance(each, Reconstruction) for each in resolved))
+    goes_on = (start or _start_of(resolved)) == "present"
     if STEPS in meta_of(simulation.model):
         refuse_kept(sim)
     contexts = (TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model),
@@ -132,7 +187,7 @@ def apply_layerwise(
             stack.enter_context(context)
         problem: Exception | None = None
         try:
-            layers, skipped = select_layers(simulation, resolved, sites)
+            layers, skipped = select_layers(simulation, resolved, call.sites)
             others = _others(simulation, layers)
             originals = stack.enter_context(
                 unchanged_on_error([*layers, *others], on_disk=options.offload == "disk"))
@@ -140,7 +195,9 @@ def apply_layerwise(
             _load_missing_encodings(simulation, layers, progress)
             quantizers = list(dict.fromkeys(simulation.quantizers.values()))
             stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
-            calls = recorded_calls(simulation.model, quantizers, data, forward, num_batches, valid)
+            calls = recorded_calls(simulation.model, quantizers, data, call.forward, call.num_batches, call.valid)
+            if judged is not None:
+                judged.begin(simulation.model, calls, options)
         except Exception as error:  # the other ranks are waiting
             problem = error
         agree(problem)
@@ -156,32 +213,70 @@ def apply_layerwise(
         if None not in reasons:
             raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
+        if judged is not None:
+            judged.end()
         if options.keep_originals:
             originals.hand_over()
     return LayerwiseReport(tuple(results), skipped, restarted, run.pooled, run.dense)
 
 
 def _then_reconstruct(
-    sim: HasSimulation, data: Data, methods: Sequence[LayerwiseMethod], last: Reconstruction,
-    sites: Iterable[str] | str | None, forward: Forward | None, num_batches: int | None, valid: Valid | None,
-    progress: bool, options: LayerwiseOptions,
+    sim: HasSimulation, data: Data, methods: Sequence[LayerwiseMethod], last: Reconstruction, call: _Call,
+    options: LayerwiseOptions,
 ) -> LayerwiseReport:
     """Reconstructs blocks from what the other methods make of their layers; both or neither."""
-    data = list(islice(data, num_batches)) if isinstance(data, Iterator) else data
+    data = list(islice(data, call.num_batches)) if isinstance(data, Iterator) else data
     layers = weighted_layers(sim.simulation.model, sim.simulation.plan)[0]
     folder = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
     with unchanged_on_error(layers, on_disk=options.offload == "disk") as originals:
         originals.keep(*(layer.weight for layer in layers), *(layer.bias for layer in layers))
-        reports = [
-            apply_layerwise(
-                sim, data, own, sites=sites, forward=forward, num_batches=num_batches, valid=valid, progress=progress,
-                options=replace(options, checkpoint_dir=None if folder is None else folder / name, **changes))
-            for own, name, changes in (
-                (methods, "layers", {"keep_originals": True}),
-                ([last], "blocks", {"start": "present", "sparsity": None, "calibrate_all_experts": False}))
-        ]
-    first, second = reports
+        first, second = (
+            apply(replace(options, checkpoint_dir=None if folder is None else folder / name, **changes))
+            for apply, name, changes in (
+                (partial(_best_part if options.judge_parts and methods[1:] else _applied, sim, data, methods, call),
+                 "layers", {"keep_originals": True}),
+                (partial(_applied, sim, data, [last], call), "blocks",
+                 {"start": "present", "sparsity": None, "calibrate_all_experts": False, "judge_parts": False}))
+        )
     return replace(first, layers=first.layers + second.layers)
+
+
+def _best_part(
+    sim: HasSimulation, data: Data, methods: Sequence[LayerwiseMethod], call: _Call, options: LayerwiseOptions
+) -> LayerwiseReport:
+    """Applies every method alone, then all, each from the same state, and keeps the result with the best outputs.
+
+    Raises: CalibrationError in several processes.
+    """
+    if several_ranks():
+        raise CalibrationError("judge_parts runs in one process; leave it out, or call without torchrun")
+    if isinstance(data, Iterable):  # a loader that shuffles would hold out other samples for each part
+        data = list(islice(data, call.num_batches))
+    layers = weighted_layers(sim.simulation.model, sim.simulation.plan)[0]
+    parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
+    folder, on_disk = options.checkpoint_dir, options.offload == "disk"
+    judged, best, found = _Judged(), None, {}
+    with torch.inference_mode(False), unchanged_on_error(layers, on_disk=on_disk) as before:
+        before.keep(*parameters)
+        for index, part in enumerate((methods, *([each] for each in methods))):
+            if index:  # the first has warned of earlier results
+                before.restore()
+                options = replace(options, start=options.start or _start_of(methods))
+            own = replace(options, checkpoint_dir=None if folder is None else Path(folder, str(index)))
+            report = _applied(sim, data, part, call, own, judged)
+            found[" + ".join(type(each).__name__ for each in part)] = judged.divergence
+            if best is None or judged.divergence < best[0]:
+                kept = Originals(layers, on_disk=on_disk)
+                kept.keep(*parameters)
+                best = judged.divergence, report, kept
+        assert best is not None
+        best[2].restore()
+    return replace(best[1], judged={"plain rounding": judged.plain, **found})
+
+
+def _start_of(methods: Sequence[LayerwiseMethod]) -> Start:
+    """What a call without ``start`` goes on from."""
+    return "present" if all(each.needs_bias or isinstance(each, Reconstruction) for each in methods) else "float"
 
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:
