@@ -64,6 +64,7 @@ class FileRuns:
             self.off = Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], self.codes, sites)
             optimized = [self._optimized(ON, Optimizations.ON), self._optimized(EXACT, Optimizations.EXACT)]
             self.ways = [self.off, *optimized, *([self._openvino()] if has_openvino() else [])]
+            self.steps = {site.site: site.step for site in sites}
             self.unseen_sites = sites_in_bodies(file)
         except BaseException:
             self._temporary.cleanup()

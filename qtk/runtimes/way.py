@@ -57,8 +57,8 @@ class SiteValue(Protocol):
     @property
     def name(self) -> str: ...
 
-    def reals(self, value: Tensor) -> Tensor:
-        """The dequantized values."""
+    def like(self, value: Tensor, reference: Tensor) -> Tensor | None:
+        """The dequantized values in the layout of a reference; ``None`` if they have no such layout."""
 
 
 class Way:
@@ -112,8 +112,8 @@ class Way:
         for site in self.sites:
             if (site.site, site.step) in sites:
                 reference = sites[site.site, site.step]
-                theirs = site.reals(values[site.name])
-                if reference.value.shape == theirs.shape:
+                theirs = site.like(values[site.name], reference.value)
+                if theirs is not None:
                     self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, theirs)
 
     def result(self, unseen_sites: int) -> Run:

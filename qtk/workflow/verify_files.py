@@ -27,9 +27,9 @@ from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.runtimes.file_runs import FileRuns
 from qtk.runtimes.saturation import saturating_weights
-from qtk.runtimes.session import integer_sums_saturate, require_onnxruntime
+from qtk.runtimes.session import integer_sums_saturate
 from qtk.torch_private import pytree
-from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest, check_runtime, float_file, size_bytes
+from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest, float_file, runtime_kind, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
 
@@ -56,8 +56,7 @@ def verify_files(
     Raises: ExportError if ``valid`` names no input that is such a mask, there is no file, one was not written by qtk,
         or does not run on the data.
     """
-    require_onnxruntime()
-    check_runtime(runtime)
+    runtime_kind(runtime)
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")

@@ -73,8 +73,8 @@ def export(
         missing, or its converter refuses the program.
     """
     if written_buffers(model.graph):
-        raise ExportError("LiteRT files have no buffers that forward writes; make them inputs and outputs of the model, "
-                          "QuantSim(…, states=…), or export formats=('onnx',)")
+        raise ExportError("LiteRT files have no buffers that forward writes; make them inputs and outputs of the "
+                          "model, QuantSim(…, states=…), or export formats=('onnx',)")
     program = exported_program(model, call, constants=UnfoldedSite, one_row=True)
     _name_values(program)
     signature = file_signature(model)

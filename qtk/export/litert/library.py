@@ -1,4 +1,4 @@
-"""The packages litert-torch, which writes ``.tflite`` files, and ai-edge-litert, which runs them: imported when used."""
+"""The packages litert-torch, which writes ``.tflite`` files, and ai-edge-litert, which reads them: loaded when used."""
 
 from __future__ import annotations
 
