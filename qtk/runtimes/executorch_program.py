@@ -83,7 +83,8 @@ class ExecuTorchProgram:
         longest = [leaf.shape for leaf in pytree.tree_leaves(self._program.program.example_inputs)]
         over = [next((axis for axis, length in enumerate(leaf.shape) if length > shape[axis]), None)
                 for leaf, shape in zip(leaves, longest, strict=True)]
-        rows = max((leaf.shape[axis] for leaf, axis in zip(leaves, over, strict=True) if axis is not None), default=None)
+        lengths = [leaf.shape[axis] for leaf, axis in zip(leaves, over, strict=True) if axis is not None]
+        rows = max(lengths, default=None)
         if rows is None:
             return [leaves]
         return [[leaf if axis is None else leaf.narrow(axis, row, 1) for leaf, axis in zip(leaves, over, strict=True)]

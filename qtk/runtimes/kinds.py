@@ -62,6 +62,7 @@ class RuntimeKind:
         format: the export format that writes them.
         open: loads a file: path, reasons, threads → its runs.
         write_float: writes a graph, its quantizers bypassed, as such a file.
+        targets: the shipped targets whose files are for it; what it does to others is no red verdict.
         judge: what is wrong with its runs, or worth knowing.
         saturating: the sites of weights whose products its integer sums may not hold on some CPUs.
     """
@@ -74,6 +75,7 @@ class RuntimeKind:
     format: str
     open: Callable[[Path, Mapping[str, str], int | None], Runs]
     write_float: FileWriter
+    targets: tuple[str, ...] = ()
     judge: Callable[[Sequence[Run], Circumstances], tuple[Finding, ...]] = judge_alone
     saturating: Callable[[Path], Sequence[str]] = _nothing
 
@@ -152,14 +154,14 @@ def _inductor_ways() -> dict[str, Opener]:
 RUNTIMES: Registry[RuntimeKind] = Registry("runtime")
 for _kind in (
     RuntimeKind("onnxruntime", "ONNX Runtime", {"onnxruntime": "onnxruntime", "onnx": "onnx"}, "onnx", ".onnx", "onnx",
-                _onnx_runs, _onnx_file, judge, _saturating),
+                _onnx_runs, _onnx_file, ("onnxruntime", "onnxruntime_vnni", "dynamic", "default"), judge, _saturating),
     RuntimeKind("openvino", "OpenVINO", {"openvino": "openvino", "onnxruntime": "onnxruntime"}, "openvino", ".onnx",
-                "onnx", _onnx_runs, _onnx_file, judge, _saturating),
+                "onnx", _onnx_runs, _onnx_file, ("openvino",), judge, _saturating),
     RuntimeKind("executorch", "ExecuTorch", {"executorch": "executorch", "torchao": "torchao"}, "executorch", ".pt2",
-                "pt2e", partial(_runs, ways=_executorch_ways), pt2e.export),
+                "pt2e", partial(_runs, ways=_executorch_ways), pt2e.export, ("xnnpack",)),
     RuntimeKind("inductor", "Inductor", {"torchao": "torchao"}, "torchao", ".pt2", "pt2e",
-                partial(_runs, ways=_inductor_ways), pt2e.export),
+                partial(_runs, ways=_inductor_ways), pt2e.export, ("x86_inductor",)),
     RuntimeKind("litert", "LiteRT", {"ai_edge_litert": "ai-edge-litert"}, "litert", ".tflite", "litert",
-                partial(_runs, ways=_litert_ways), _litert_file),
+                partial(_runs, ways=_litert_ways), _litert_file, ("litert",)),
 ):
     RUNTIMES.add(_kind.name, _kind)
