@@ -27,7 +27,7 @@ from qtk.runtimes.openvino_model import OpenVinoModel, has_openvino
 from qtk.runtimes.session import Optimizations, integer_sums_saturate, session_with
 from qtk.runtimes.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
 from qtk.runtimes.state_values import StateCodes
-from qtk.runtimes.way import OTHER_SIMULATION, Runner, SiteValues, Way, shapes_of, usable_cpus
+from qtk.runtimes.way import OTHER_SIMULATION, Runner, Runs, SiteValues, Way, shapes_of, usable_cpus
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -203,7 +203,7 @@ class FileRuns:
             return
         if sites and computing_kinds(copy) == computing_kinds(optimized):
             way.runners.append(runner)
-            way.sites = sites
+            way.sites = [*sites]
 
     def _returning(
         self, sites: list[SiteOutput], optimizations: Optimizations, *, optimized_file: Path | None = None
@@ -224,7 +224,7 @@ class FileRuns:
         return way
 
 
-def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
+def merged_runs(files: Sequence[Runs]) -> tuple[Run, ...]:
     """The runs of several files as if they were one: sums over their outputs, without top-1, which is of one file."""
     merged = []
     for ways in zip(*(file.ways for file in files), strict=True):

@@ -9,34 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor, fx
+from torch import fx
 
-from qtk.analysis.simulated_values import Reference
 from qtk.calls.calls import Call
 from qtk.errors import ExportError
 from qtk.export import pt2e
 from qtk.export.file_signature import file_stem
 from qtk.registry import Registry
 from qtk.report.findings import Circumstances, judge, judge_alone
-from qtk.report.timing import Timing
 from qtk.report.verdict import Finding, Run
 from qtk.runtimes.runtime_runs import Opener, RuntimeRuns
-from qtk.runtimes.way import SiteValues, Way
-
-
-class Runs(Protocol):
-    """The runs of a file, which ``FileRuns`` and ``RuntimeRuns`` are."""
-
-    timing: Timing | None
-    ways: list[Way]
-    steps: Mapping[str, int]
-
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None: ...
-    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None: ...
-    def runs(self) -> tuple[Run, ...]: ...
-    def measure(self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool,
-                batch_size: int = 1) -> None: ...
-    def close(self) -> None: ...
+from qtk.runtimes.way import Runs
 
 
 class FileWriter(Protocol):

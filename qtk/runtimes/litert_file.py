@@ -99,7 +99,12 @@ class LiteRtFile:
 
     def timed(self, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
         calls = self._calls(inputs)
-        return lambda: [self._invoke(feed) for feed in calls]
+
+        def run() -> None:
+            for feed in calls:
+                self._invoke(feed)
+
+        return run
 
     def _invoke(self, feed: Mapping[int, np.ndarray[Any, Any]]) -> None:
         for index, value in feed.items():

@@ -84,7 +84,8 @@ def rows_like(rows: Tensor, reference: Tensor) -> Tensor | None:
     if rows.numel() != reference.numel():
         return None
     found: list[Tensor] = []
-    for axis in [axis for axis, length in enumerate(reference.shape) if calls > 1 and length == calls] or [None]:
+    axes: list[int | None] = [axis for axis, length in enumerate(reference.shape) if calls > 1 and length == calls]
+    for axis in axes or [None]:
         shape = reference.shape if axis is None else torch.Size(
             [1 if each == axis else length for each, length in enumerate(reference.shape)])
         layouts = [[row, *([row.movedim(-1, 1), row.movedim(-1, 0)] if row.ndim > 2 else [])] for row in rows]

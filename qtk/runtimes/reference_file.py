@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,12 +36,21 @@ class InputTensor:
 class ReferenceFile(Protocol):
     """A file that defines what others are compared with."""
 
-    name: str
-    """What computes the reference, in words."""
-    inputs: list[InputTensor]
-    encodings: Mapping[str, Encoding]
-    output_encodings: list[Encoding | None]
-    """Of each output, where its values are the values of a site."""
+    @property
+    def name(self) -> str:
+        """What computes the reference, in words."""
+
+    @property
+    def inputs(self) -> Sequence[InputTensor]:
+        """The inputs, in order."""
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """Name of a site → encoding."""
+
+    @property
+    def output_encodings(self) -> Sequence[Encoding | None]:
+        """Of each output, where its values are the values of a site."""
 
     def values(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[tuple[str, int], Tensor]]:
         """The outputs, and the values of the sites by name and ordinal."""
@@ -56,7 +65,8 @@ class ProgramReference:
         self._program = ProgramInputs(file)
         self._module: Any = self._program.program.module()
         self.encodings = pt2e.read(file)
-        self.output_encodings = [self.encodings.get(name or "") for name in self._output_sites()]
+        self.output_encodings: list[Encoding | None] = [
+            self.encodings.get(name or "") for name in self._output_sites()]
         values = {node.name: node.meta["val"] for node in self._program.program.graph.find_nodes(op="placeholder")}
         self.inputs = [
             InputTensor(name, tuple(size if isinstance(size, int) else None for size in values[name].shape),
@@ -120,7 +130,7 @@ class _SiteRecorder(fx.Interpreter):
         return result
 
 
-def random_batches(inputs: list[InputTensor], encodings: Mapping[str, Encoding]) -> list[dict[str, Tensor]]:
+def random_batches(inputs: Sequence[InputTensor], encodings: Mapping[str, Encoding]) -> list[dict[str, Tensor]]:
     """Values uniform within the range of each input's encoding, normal where it has none; integers are 0 or 1."""
     generator = torch.Generator().manual_seed(0)
     batches = []

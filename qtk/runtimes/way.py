@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from qtk.errors import ExportError
 from qtk.numerics.top1 import Top1
 from qtk.report.difference import Difference
 from qtk.report.runtime_nodes import RuntimeNodes
-from qtk.report.timing import OpTime
+from qtk.report.timing import OpTime, Timing
 from qtk.report.verdict import Run
 from qtk.runtimes.difference_sums import DifferenceSums
 
@@ -112,9 +113,9 @@ class Way:
         for site in self.sites:
             if (site.site, site.step) in sites:
                 reference = sites[site.site, site.step]
-                theirs = site.like(values[site.name], reference.value)
-                if theirs is not None:
-                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, theirs)
+                value = site.like(values[site.name], reference.value)
+                if value is not None:
+                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, value)
 
     def result(self, unseen_sites: int) -> Run:
         total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
@@ -125,6 +126,42 @@ class Way:
             self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
             self.ops, self.slowest,
         )
+
+
+class Runs(Protocol):
+    """The runs of a file in all ways of a runtime."""
+
+    @property
+    def timing(self) -> Timing | None:
+        """What the latencies are of; ``None`` if they were not measured."""
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """The ways, with the differences so far."""
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """Site → the ordinal of its last node in the file, of the sites whose values a way returns."""
+
+    @property
+    def unseen_sites(self) -> int:
+        """The number of sites whose values no way returns, because they are in the bodies of loops."""
+
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+        """Runs the file in every way, and adds up the differences from the reference values."""
+
+    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+        """Runs each op on reference values, where the runtime can."""
+
+    def runs(self) -> tuple[Run, ...]:
+        """Every run, compared with what was given so far."""
+
+    def measure(self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool,
+                batch_size: int = 1) -> None:
+        """Measures the latency, and the latency of the float file."""
+
+    def close(self) -> None:
+        """Frees what the runs hold."""
 
 
 def _scores(values: Tensor, reference: Reference) -> Tensor:

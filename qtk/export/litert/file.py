@@ -196,7 +196,7 @@ def _found_sites(file: LiteRtModel, sites: list[SimulatedSite]) -> Iterator[tupl
         fitting = [
             tensor for tensor in quantized if tensor.is_constant == (site.constant is not None)
             and torch.equal(_filled(tensor.scale, scale), scale)
-            and bool((tensor.zero_point == stored_zero).all())
+            and tensor.zero_point is not None and bool((tensor.zero_point == stored_zero).all())
         ]
         named = [tensor for tensor in fitting if site.name in tensor.name.replace(";;", ";").split(";")]
         if site.constant is not None:
