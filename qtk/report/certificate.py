@@ -148,7 +148,7 @@ class Certificate:
                  for before, after in ((self.versions, now.versions), (self.cpu, now.cpu))
                  for name, value in before.items() if after.get(name) != value]
         if self.inputs != now.inputs:
-            other.append("the inputs are others than those of the certificate")
+            other.append("the inputs are not the inputs of the certificate")
         found = {(run.file, run.way): run for run in now.runs}
         for run in self.runs:
             after = found.get((run.file, run.way))

@@ -81,13 +81,11 @@ class InductorProgram:
         return RuntimeNodes(dict(integer), tuple(floats))
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        from torch._inductor import config
-        from torch._inductor.utils import run_and_get_code
-
-        with silent_torch(), torch.no_grad(), config.patch(freezing=True):
-            function = torch.compile(self._program.program.module())
+        inductor = importlib.import_module("torch._inductor.utils")  # which ``import torch`` does not load
+        with silent_torch(), torch.no_grad():
+            function = torch.compile(self._program.program.module(), options={"freezing": True})
             try:
-                _, code = run_and_get_code(function, *args, **kwargs)
+                _, code = inductor.run_and_get_code(function, *args, **kwargs)
             except Exception as error:  # whatever the compiler says
                 raise ExportError(f"{self.runtime} does not compile it: {first_line(error)}") from error
         self._function, self._code = function, "\n".join(code)

@@ -78,8 +78,8 @@ class RuntimeKind:
     def require(self) -> None:
         """Raises: ExportError naming the extra, if a package is missing."""
         if self.missing is not None:
-            raise ExportError(f"running files in {self.title} needs the package {self.missing}; "
-                              f"pip install 'qtk[{self.extra}]'")
+            raise ExportError(f"running files in {self.title} needs the package {self.missing}; run: "
+                              f'pip install "qtk[{self.extra}]"')
 
 
 def _onnx_runs(file: Path, reasons: Mapping[str, str], threads: int | None) -> Runs:

@@ -49,7 +49,7 @@ def test_what_is_only_other_is_named_apart():
                   runs=(replace(RUN, latency_ms=9.0, sqnr_db=49.5, level="green"),))
     assert CERTIFICATE.changes(now) == ([], [
         "torch was 2.14 and is 2.15", "flags was avx2 and is avx2 avx512_vnni",
-        "the inputs are others than those of the certificate"])
+        "the inputs are not the inputs of the certificate"])
     assert CERTIFICATE.changes(CERTIFICATE) == ([], [])
 
 

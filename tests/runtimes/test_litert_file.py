@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from qtk.errors import ExportError
+from qtk.export.litert.file import file_sites
 from qtk.export.litert.flatbuffer import LiteRtModel
 from qtk.report.verdict import Level
 from qtk.runtimes.litert_file import LiteRtFile
@@ -45,14 +46,13 @@ def test_a_file_of_codes_takes_and_returns_floats_all_the_same(tmp_path):
 
 @needs_converter
 @pytest.mark.parametrize("runs_off", [False, True])
-def test_the_verdict_is_green_until_a_scale_is_off_and_names_the_first_tensor(runs_off, tmp_path):
+def test_the_verdict_is_green_until_weights_are_wrong_and_names_the_first_tensor(runs_off, tmp_path):
     sim, x, folder = small()
     model = LiteRtModel.load(folder / "model.tflite")
     if runs_off:
-        site = next(each for each in model.tensors if each.name.startswith("1:out") and each.scale is not None
-                    and not each.is_constant)
-        quantization = model._graph.tensors[site.index].quantization
-        quantization.scale = quantization.scale * 3
+        (weight,) = (each.tensor for each in file_sites(model) if each.name == "0.weight")
+        buffer = model._model.buffers[model._graph.tensors[weight.index].buffer]
+        buffer.data = [255 - int(code) for code in buffer.data]  # of each code c its complement, -c - 1
     (tmp_path / "model.tflite").write_bytes(model.to_bytes())
     verdict = sim.verify_export(tmp_path, [x], runtime="litert", turns=0)
     first, reference = verdict.runs

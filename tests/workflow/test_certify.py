@@ -45,7 +45,7 @@ def test_random_inputs_are_the_same_again_and_data_are_others(exported):
     first, second = (certify(folder, latency=QUICK, progress=False) for _ in range(2))
     assert first.changes(second) == ([], [])
     of_data = certify(folder, [x], latency=QUICK, progress=False)
-    assert first.changes(of_data)[1] == ["the inputs are others than those of the certificate"]
+    assert first.changes(of_data)[1] == ["the inputs are not the inputs of the certificate"]
 
 
 def test_what_cannot_be_certified_has_a_way_out(exported, tmp_path):

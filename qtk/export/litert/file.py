@@ -207,5 +207,5 @@ def _found_sites(file: LiteRtModel, sites: list[SimulatedSite]) -> Iterator[tupl
 
 
 def _filled(stored: Tensor | None, scale: Tensor) -> Tensor:
-    """The scales of a tensor, for comparison with those of a site: none where their number is another."""
+    """The scales of a tensor, for comparison with the scales of a site: none where their number is another."""
     return torch.empty(0) if stored is None or stored.shape != scale.shape else stored

@@ -46,7 +46,7 @@ def converted(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         from litert_converter.mlir import passmanager
         from litert_converter.mlir._mlir_libs import converter_api_ext
         from litert_torch import backend, fx_infra
-        from litert_torch._convert import core
+        from litert_torch._convert.core import _run_convert_passes as run_convert_passes
         from litert_torch._convert.litert_converter import LazyModelExporter
         from litert_torch.backend.inline_consts import InlineConstsContext
     except ImportError as error:
@@ -58,7 +58,7 @@ def converted(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
                 program, fx_infra.decomp.pre_convert_decomp(), can_skip=False)
             context = backend.export_utils.create_ir_context()
             lowered = backend.export.exported_program_to_mlir(
-                core._run_convert_passes(program), ir_context=context,
+                run_convert_passes(program), ir_context=context,
                 lowering_context_plugins=[InlineConstsContext(enable_resource_constants=False)],
             )
             converter_api_ext.set_signature(lowered.module.operation, signature_name=SIGNATURE, input_names=[*inputs],
