@@ -112,9 +112,10 @@ def judge_alone(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Find
             findings.append(_too_few(run.total))
         else:
             level = Level.YELLOW if circumstances.random_inputs else level
+            where = next(filter(None, map(_first, (run, *runs))), "")  # some ways return no tensors but the outputs
             findings.append(Finding(
                 level, f"{run.runtime} computes something else than {circumstances.reference}: "
-                f"{run.total.sqnr_db:.1f} dB{_first(run)}",
+                f"{run.total.sqnr_db:.1f} dB{where}",
                 "verify the file on data" if circumstances.random_inputs else
                 "use the target of the runtime, or judge the file by its accuracy"))
     findings += [finding for run in runs for finding in _slower(run)]

@@ -19,8 +19,8 @@ from tests.export.litert.small_file import needs_converter, small
 
 
 def uint8(zero_point: int) -> Encoding:
-    return Encoding(QuantSpec(dtype("uint8"), symmetric=False), torch.tensor(0.1),
-                    torch.tensor(zero_point, dtype=torch.int32))
+    return Encoding(QuantSpec(dtype("uint8"), symmetric=False), torch.tensor([0.1]),
+                    torch.tensor([zero_point], dtype=torch.int32))
 
 
 def test_a_program_has_the_outputs_and_sites_of_the_simulation(tmp_path):

@@ -105,10 +105,11 @@ def file_sites(file: LiteRtModel) -> list[FileSite]:
         spec, tensor = QuantSpec.from_json(spec_json), tensors[index]
         if tensor.scale is None or tensor.zero_point is None:
             raise ExportError(f"{name}: its tensor {tensor.name} has no scale; export the simulation again")
-        scale, zero_point = tensor.scale, (tensor.zero_point - spec.middle_code).to(torch.int32)
-        if tensor.axis == 0 and len(scale) == 1 and spec.granularity.qparam_shape(tensor.shape) == ():
-            scale, zero_point = scale.reshape(()), zero_point.reshape(())
-        sites.append(FileSite(name, tensor, Encoding(spec, scale, None if spec.symmetric else zero_point)))
+        if spec.symmetric and bool((tensor.zero_point != spec.middle_code).any()):
+            raise ExportError(f"{name}: its tensor {tensor.name} has zero points other than {spec.middle_code}; export "
+                              "the simulation again")
+        zero_point = None if spec.symmetric else (tensor.zero_point - spec.middle_code).to(torch.int32)
+        sites.append(FileSite(name, tensor, Encoding(spec, tensor.scale, zero_point)))
     return sites
 
 
@@ -134,22 +135,6 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
         more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
         warnings.warn(f"{path.name} holds no codes of {', '.join(missing[:SHOWN])}{more}: LiteRT's converter computes "
                       "there in float, or has folded the value into another", stacklevel=2)
-
-
-def in_site_layout(value: Tensor, shape: torch.Size, reference: Tensor | None = None) -> Tensor | None:
-    """A value of a file, channels first as the simulation has it; ``None`` if it has other elements.
-
-    Args:
-        value: the value, as the file has it.
-        shape: the shape of the simulation's value, of one row.
-        reference: that value; where several layouts have the shape, the nearest one counts.
-    """
-    layouts = [each for each in _layouts(value) if each.shape == shape]
-    if not layouts and value.numel() == shape.numel():
-        layouts = [value.reshape(shape)]
-    if reference is None or len(layouts) < 2:
-        return layouts[0] if layouts else None
-    return min(layouts, key=lambda each: float((each.double() - reference.double()).abs().sum()))
 
 
 def _layouts(value: Tensor) -> Iterator[Tensor]:
