@@ -54,7 +54,10 @@ def verify_files(
     Raises: ExportError if ``valid`` names no input that is such a mask, there is no file, one was not written by qtk,
         or does not run on the data.
     """
-    runtime_kind(runtime)
+    kind = runtime_kind(runtime)
+    if kind.format != "onnx":
+        raise ExportError(f"{kind.title} runs {kind.suffix} files, and this verifies ONNX files by themselves; run "
+                          "qtk verify --all, or sim.verify_export(directory, data, runtime=…)")
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")

@@ -131,6 +131,10 @@ def test_bad_input(written, tmp_path):
         verified(written / "onnxruntime", [])
     with pytest.raises(ExportError, match="unknown runtime 'tvm'; choose from onnxruntime, openvino"):
         verified(written / "onnxruntime", runtime="tvm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: name)
+        with pytest.raises(ExportError, match=r"LiteRT runs \.tflite files, .* qtk verify --all"):
+            verified(written / "onnxruntime", runtime="litert")
     with pytest.raises(ExportError, match=r"there is no float export .*model\.onnx"):
         verified(written / "onnxruntime", [INPUTS], float_export=tmp_path)
     for name in ("a", "b"):
