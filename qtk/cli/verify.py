@@ -11,12 +11,13 @@ from rich.console import Console
 
 from qtk.atomic import write_file
 from qtk.cli.batches import Batches
-from qtk.errors import ConfigError
+from qtk.errors import ConfigError, ExportError
 from qtk.public import public
 from qtk.report.certificate import NAME, Certificate
 from qtk.report.summary import FLOAT
 from qtk.report.verdict import Level, Verdict
 from qtk.workflow.certify import certify as certified
+from qtk.workflow.certify import hashes_of
 from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest
 from qtk.workflow.verify_files import verify_files
 
@@ -105,7 +106,14 @@ def certify(
     """
     path = Path(directory) / NAME
     before = Certificate.load(path) if checks else None
-    now = certified(directory, _batches(data, num_batches), latency=latency, progress=progress)
+    try:
+        now = certified(directory, _batches(data, num_batches), latency=latency, progress=progress)
+    except ExportError as error:
+        changed = [] if before is None else before.changed_files(hashes_of(directory))
+        if not changed:
+            raise
+        _print_worse([*changed, str(error)], console, as_json=as_json)
+        return False
     worse, other = before.changes(now) if before is not None else ([], [])
     if before is None:
         write_file(path, (json.dumps(now.to_json(), indent=1, allow_nan=False) + "\n").encode())
@@ -121,6 +129,15 @@ def certify(
         for line in lines:
             console.print(line, markup=False, highlight=False)
     return not worse if before is not None else now.level is not Level.RED
+
+
+def _print_worse(worse: list[str], console: Console, *, as_json: bool) -> None:
+    """Prints what is worse than certified where the files cannot be run again."""
+    if as_json:
+        console.print_json(json.dumps({"worse": worse}))
+    else:
+        for each in worse:
+            console.print(f"worse: {each}", markup=False, highlight=False)
 
 
 def _batches(data: str | None, num_batches: int | None) -> Iterator[object] | None:

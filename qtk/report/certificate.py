@@ -140,10 +140,7 @@ class Certificate:
         >>> before.changes(now)
         (['m.onnx has other bytes than were certified'], ['torch was 2.14 and is 2.15'])
         """
-        worse = [f"{name} is missing" for name in self.files if name not in now.files]
-        worse += [f"{name} has other bytes than were certified" for name, digest in self.files.items()
-                  if now.files.get(name, digest) != digest]
-        worse += [f"{name} is not certified" for name in now.files if name not in self.files]
+        worse = self.changed_files(now.files)
         other = [f"{name} was {value} and is {after.get(name, 'missing')}"
                  for before, after in ((self.versions, now.versions), (self.cpu, now.cpu))
                  for name, value in before.items() if after.get(name) != value]
@@ -157,6 +154,13 @@ class Certificate:
             else:
                 worse += [f"{run.file} in {after.runtime}: {what}" for what in _worse(run, after)]
         return worse, other
+
+    def changed_files(self, files: Mapping[str, str]) -> list[str]:
+        """What is not as certified of ``files``, name → SHA-256: a sentence each."""
+        missing = [f"{name} is missing" for name in self.files if name not in files]
+        changed = [f"{name} has other bytes than were certified" for name, digest in self.files.items()
+                   if files.get(name, digest) != digest]
+        return [*missing, *changed, *(f"{name} is not certified" for name in files if name not in self.files)]
 
 
 def _worse(before: CertifiedRun, now: CertifiedRun) -> list[str]:

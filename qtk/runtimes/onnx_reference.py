@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qtk.errors import ExportError, first_line
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.runtimes.file_runs import FileRuns
 from qtk.runtimes.reference_file import InputTensor
@@ -23,12 +24,17 @@ DTYPES = {
 
 
 class OnnxReference:
-    """An exported ONNX file. Raises: ExportError if onnxruntime is not installed, or as it raises for the file."""
+    """An exported ONNX file. Raises: ExportError if onnxruntime is not installed, or does not load the file."""
 
     name = "ONNX Runtime, optimizations off"
 
     def __init__(self, file: Path) -> None:
-        self._runs = FileRuns(file, {})
+        try:
+            self._runs = FileRuns(file, {})
+        except ExportError:
+            raise
+        except Exception as error:  # whatever the runtime says
+            raise ExportError(f"{file}: ONNX Runtime cannot load it: {first_line(error)}") from error
         self.encodings = {site.name: site.encoding for site in stored_sites(file) if site.encoding is not None}
         self.inputs = onnx_inputs(self._runs)
         returned = {site.name: self.encodings.get(site.site) for site in self._runs.off.sites}

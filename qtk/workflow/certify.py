@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from qtk.analysis.simulated_values import Reference
 from qtk.data.forward_pass import read
-from qtk.errors import ExportError
+from qtk.errors import ExportError, first_line
 from qtk.public import public
 from qtk.report.certificate import NAME, Certificate, CertifiedRun
 from qtk.report.findings import Circumstances
@@ -95,9 +95,8 @@ def certify(
             certified, found = _certified(file, kind, batches, reference.name, latency, random=data is None)
             runs += certified
             findings += [f"{file.name} in {kind.title}: {each}" for each in found]
-    hashes = {path.name: _sha256(path) for path in _certified_files(folder)}
     return Certificate(
-        ", ".join(dict.fromkeys(names)), digest.hexdigest(), hashes, _versions(), _cpu(), tuple(runs), tuple(findings),
+        ", ".join(dict.fromkeys(names)), digest.hexdigest(), hashes_of(folder), _versions(), _cpu(), tuple(runs), tuple(findings),
         {kind.title: kind.missing for kind in RUNTIMES.values() if kind.missing is not None},
     )
 
@@ -147,8 +146,8 @@ def _certified(
     """The runs of a file in a runtime, and what is worth knowing of them."""
     try:
         runs = kind.open(file, {}, latency.threads)
-    except ExportError as error:
-        return _refused(file, kind, str(error))
+    except Exception as error:  # whatever the runtime says
+        return _refused(file, kind, str(error) if isinstance(error, ExportError) else first_line(error))
     try:
         for inputs, outputs, sites in batches:
             runs.compare(inputs, outputs, sites)
@@ -172,10 +171,10 @@ def _refused(file: Path, kind: RuntimeKind, why: str) -> tuple[list[CertifiedRun
     return [CertifiedRun(file.name, kind.title, kind.title, Level.YELLOW.value, refusal=why)], (finding,)
 
 
-def _certified_files(folder: Path) -> list[Path]:
-    """Every file of the directory but the certificate and hidden ones."""
-    return sorted(path for path in folder.iterdir()
-                  if path.is_file() and path.name != NAME and not path.name.startswith("."))
+def hashes_of(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """Name → SHA-256 of every file of a directory but the certificate and hidden ones."""
+    return {path.name: _sha256(path) for path in sorted(Path(directory).iterdir())
+            if path.is_file() and path.name != NAME and not path.name.startswith(".")}
 
 
 def _sha256(path: Path) -> str:

@@ -100,13 +100,13 @@ def test_elements_of_tokens_are_found_by_their_axes():
 def test_a_spoilt_optimization_is_seen(written, monkeypatch):
     from qtk.runtimes import file_runs
 
-    original = file_runs._Way.values
+    original = file_runs.Way.values
 
     def values(way, feed):
         result = original(way, feed)
         return result if way.way == "optimizations off" else {name: value * 2 for name, value in result.items()}
 
-    monkeypatch.setattr(file_runs._Way, "values", values)
+    monkeypatch.setattr(file_runs.Way, "values", values)
     assert verified(written / "onnxruntime", [INPUTS]).level is Level.RED
     assert verified(written / "onnxruntime").level is Level.YELLOW  # random inputs
 
