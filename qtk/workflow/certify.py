@@ -96,7 +96,8 @@ def certify(
             runs += certified
             findings += [f"{file.name} in {kind.title}: {each}" for each in found]
     return Certificate(
-        ", ".join(dict.fromkeys(names)), digest.hexdigest(), hashes_of(folder), _versions(), _cpu(), tuple(runs), tuple(findings),
+        ", ".join(dict.fromkeys(names)), digest.hexdigest(), hashes_of(folder), _versions(), _cpu(), tuple(runs),
+        tuple(findings),
         {kind.title: kind.missing for kind in RUNTIMES.values() if kind.missing is not None},
     )
 
