@@ -81,9 +81,10 @@ class InductorProgram:
         return RuntimeNodes(dict(integer), tuple(floats))
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        inductor = importlib.import_module("torch._inductor.utils")  # which ``import torch`` does not load
-        with silent_torch(), torch.no_grad():
-            function = torch.compile(self._program.program.module(), options={"freezing": True})
+        # which ``import torch`` does not load; torchao's patterns do not take ``options={"freezing": True}``
+        inductor, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("utils", "config"))
+        with silent_torch(), torch.no_grad(), config.patch(freezing=True):
+            function = torch.compile(self._program.program.module())
             try:
                 _, code = inductor.run_and_get_code(function, *args, **kwargs)
             except Exception as error:  # whatever the compiler says
