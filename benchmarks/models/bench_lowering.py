@@ -35,13 +35,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.export import ExportedProgram
 
 import qtk
+from qtk.runtimes.executorch_program import is_integer
+from qtk.runtimes.inductor_program import INTEGER
 from qtk.runtimes.latency import median_latencies_ms
 
 FLOAT, X86, XNNPACK = "float, compiled", "x86, compiled", "XNNPACK"
 WAYS = {"float": FLOAT, "x86": X86, "xnnpack": XNNPACK}
 TARGETS = {X86: "onnxruntime_vnni", XNNPACK: "xnnpack"}
 MODELS = ("resnet18", "mobilenetv2_100", "vit_tiny_patch16_224")
-INTEGER_CALL = re.compile(r"torch\.ops\.onednn\.(qconv\w*|qlinear\w*)")
 FLOAT_CALL = re.compile(
     r"(?:extern_kernels|torch\.ops\.mkldnn|torch\.ops\.mkl)\.(addmm|mm|convolution|_convolution\w*|_linear\w*|_mkl_linear)")
 
@@ -75,7 +76,7 @@ def compiled(model: nn.Module, *args: Any, **kwargs: Any) -> Lowered:
 
     source = "\n".join(code)
     floats = Counter(FLOAT_CALL.findall(source))
-    return Lowered(run, len(INTEGER_CALL.findall(source)), tuple(kind for kind in floats for _ in range(floats[kind])))
+    return Lowered(run, len(INTEGER.findall(source)), tuple(kind for kind in floats for _ in range(floats[kind])))
 
 
 def delegated(program: ExportedProgram) -> Lowered:
@@ -110,16 +111,6 @@ def delegated(program: ExportedProgram) -> Lowered:
 def is_layer(node: fx.Node) -> bool:
     """Whether a node of ExecuTorch's edge dialect is a convolution or a linear layer."""
     return any(f"aten.{kind}.default" in str(node.target) for kind in ("convolution", "linear", "addmm", "mm"))
-
-
-def is_integer(node: fx.Node) -> bool:
-    """Whether XNNPACK gets a layer as dequantize → layer → (rectifier) → quantize."""
-    reader = next(iter(node.users)) if len(node.users) == 1 else None
-    if reader is not None and any(f"aten.{kind}.default" in str(reader.target) for kind in ("relu", "hardtanh")):
-        reader = next(iter(reader.users)) if len(reader.users) == 1 else None
-    operands = [each for each in node.all_input_nodes if each.op == "call_function"]
-    return len(operands) == 2 and all("dequantize" in str(each.target) for each in operands) and (
-        reader is not None and ".quantize_per_tensor" in str(reader.target))
 
 
 def lower(

@@ -27,6 +27,7 @@ from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, QtkError
 from qtk.kernels.native_build import build as build_native
 from qtk.report.summary import Summary
+from qtk.workflow.verify_export import LatencyRequest
 
 EMBEDDED = "digits"
 FOLDER = "hf:"
@@ -210,6 +211,12 @@ def verify(
         Path | None, typer.Option(help="The float export; left out: the folder fp32 next to DIR.")
     ] = None,
     runtime: Annotated[str, typer.Option(help="The runtime of the files: onnxruntime or openvino.")] = "onnxruntime",
+    every: Annotated[
+        bool, typer.Option("--all", help="Run all files in every installed runtime, and write certificate.json.")
+    ] = False,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="Run all files again and compare with certificate.json.")
+    ] = False,
     turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
     batch_size: Annotated[int, typer.Option(help="Rows of a timed run.")] = 1,
     threads: Annotated[int | None, typer.Option(help="Threads of a timed run; left out: the runtime chooses.")] = None,
@@ -222,11 +229,20 @@ def verify(
 ) -> None:
     """Run exported files in their runtimes: are they exact, in integers, fast? The exit code is 1 if not exact."""
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
-        sound = verification.verify(
-            directory, results_console(), data=data, num_batches=num_batches, float_export=float_export,
-            runtime=runtime, turns=turns, batch_size=batch_size, threads=threads, valid=valid or (), as_json=as_json,
-            progress=shows_bars(progress_console(quiet=quiet)),
-        )
+        progress = shows_bars(progress_console(quiet=quiet))
+        if every or certificate:
+            if every and certificate:
+                raise ConfigError("--all writes certificate.json and --certificate checks it; give one of the two")
+            sound = verification.certify(
+                directory, results_console(), data=data, num_batches=num_batches, checks=certificate,
+                latency=LatencyRequest(turns, batch_size, threads), as_json=as_json, progress=progress,
+            )
+        else:
+            sound = verification.verify(
+                directory, results_console(), data=data, num_batches=num_batches, float_export=float_export,
+                runtime=runtime, turns=turns, batch_size=batch_size, threads=threads, valid=valid or (),
+                as_json=as_json, progress=progress,
+            )
     if not sound:
         raise typer.Exit(1)
 

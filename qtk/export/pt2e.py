@@ -32,11 +32,11 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
-from qtk.export.free_axes import doubled, file_axes, warn_of_fixed_axes, warn_of_written_values
+from qtk.export.free_axes import doubled, file_axes, free_axes, warn_of_fixed_axes, warn_of_written_values
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
 from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites
-from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, has_ops
+from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, UnfoldedSite, has_ops
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
@@ -46,7 +46,7 @@ from qtk.numerics.codes import codes_of
 from qtk.operators.targets import attribute, packed_call
 from qtk.ops import fake_quantize_float, onnx_form
 from qtk.ops.pack_padded import pack_padded
-from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict
+from qtk.torch_private import CallStructure, branches, call_structure, load_decomposed_ops, pytree, return_dict
 
 _OPS = "qtk_sites"
 """The submodule of an exported graph that holds the numbers of its sites, each under the site's name."""
@@ -82,16 +82,26 @@ def export(
                           ) from error
 
 
-def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
-    """The program that ``export`` writes; Args and Raises as there."""
+def exported_program(
+    model: fx.GraphModule, call: Call, *, constants: type[StoredSite] | type[UnfoldedSite] = StoredSite,
+    one_row: bool = False,
+) -> ExportedProgram:
+    """The program that ``export`` writes; Args and Raises as there.
+
+    Args:
+        model: the prepared model with its quantizers.
+        call: a call of the model.
+        constants: how the program holds constants: as codes, or as floats that it quantizes and dequantizes.
+        one_row: fix every axis to its length in ``call``, and the batch to one row; else dynamic axes stay dynamic.
+    """
     if any(packed_call(node) or node.target is pack_padded for node in model.graph.nodes):
         raise ExportError("torch.export cannot capture loops over packed sequences; call the net with padded ones, or "
                           "export formats=('onnx',)")
     load_decomposed_ops()
     sites = {site.node: site for site in simulated_sites(model)}
     with evaluating(model), silent_torch(), torch.no_grad():
-        written_out = _written_out(model, sites)
-        args, kwargs, shapes = _example(model.graph, call)
+        written_out = _written_out(model, sites, constants)
+        args, kwargs, shapes = _one_row(model.graph, call) if one_row else _example(model.graph, call)
         try:
             with lengths_stay_free():
                 program = torch.export.export(written_out, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -99,7 +109,8 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
                 program = program.run_decompositions(_PLAIN)
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
-    warn_of_fixed_axes(model.graph, program)
+    if not one_row:
+        warn_of_fixed_axes(model.graph, program)
     warn_of_written_values(model)
     repeat_behind_movement(program.graph)
     dequantize_for_each_reader(program.graph)
@@ -138,7 +149,9 @@ def _has_ops(site: SimulatedSite) -> bool:
     return has_ops(site.spec, None if site.constant is None else site.constant.shape)
 
 
-def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) -> fx.GraphModule:
+def _written_out(
+    model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite], constants: type[StoredSite] | type[UnfoldedSite],
+) -> fx.GraphModule:
     """A copy of ``model`` that calls a module of ``site_ops`` in place of each quantizer of ``sites``, none of others.
 
     Parameters are shared with ``model``; those that are stored as codes are left out. Quantizers stay at sites that
@@ -147,11 +160,11 @@ def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) 
     graph = copy.deepcopy(model.graph)
     copied = fx.GraphModule(model, graph)
     nodes = dict(zip(model.graph.nodes, graph.nodes, strict=True))
-    _write_out(model, copied, nodes, sites)
+    _write_out(model, copied, nodes, sites, constants)
     for node in model.graph.nodes:
         composite = composite_called(node)
         if composite is not None:
-            copied.set_submodule(str(node.target), _written_out_composite(composite, sites))
+            copied.set_submodule(str(node.target), _written_out_composite(composite, sites, constants))
     graph.eliminate_dead_code()
     _return_copies(graph)
     structure = call_structure(graph)
@@ -182,10 +195,13 @@ def _unknown_type(structure: pytree.TreeSpec) -> type | None:
     return next(filter(None, map(_unknown_type, branches(structure))), None)
 
 
-def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, SimulatedSite]) -> nn.Module:
+def _written_out_composite(
+    composite: Composite, sites: Mapping[fx.Node, SimulatedSite], constants: type[StoredSite] | type[UnfoldedSite],
+) -> nn.Module:
     copied = copy.deepcopy(composite)
     for before, after in zip(graphs(composite).values(), graphs(copied).values(), strict=True):
-        _write_out(before, after, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
+        nodes = dict(zip(before.graph.nodes, after.graph.nodes, strict=True))
+        _write_out(before, after, nodes, sites, constants)
         after.recompile()
         after.delete_all_unused_submodules()
     return copied
@@ -193,7 +209,7 @@ def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, Simulat
 
 def _write_out(
     original: fx.GraphModule, copied: fx.GraphModule, nodes: Mapping[fx.Node, fx.Node],
-    sites: Mapping[fx.Node, SimulatedSite],
+    sites: Mapping[fx.Node, SimulatedSite], constants: type[StoredSite] | type[UnfoldedSite],
 ) -> None:
     """Replaces the quantizers in ``copied``, a copy of ``original``; ``nodes``: node → its copy."""
     copied.add_module(_OPS, nn.Module())
@@ -204,7 +220,7 @@ def _write_out(
             assert isinstance(value, fx.Node)
             node.replace_all_uses_with(value)
             node.graph.erase_node(node)
-        elif (module := _module_for(site)) is not None:
+        elif (module := _module_for(site, constants)) is not None:
             node.target = f"{_OPS}.{site.name}"
             copied.add_submodule(node.target, module)
             if site.constant is not None:
@@ -229,11 +245,13 @@ def _copy_shared_biases(copied: fx.GraphModule, nodes: Iterable[fx.Node]) -> Non
                 reader.replace_input_with(node, again)
 
 
-def _module_for(site: SimulatedSite) -> ComputedSite | StoredSite | None:
+def _module_for(
+    site: SimulatedSite, constants: type[StoredSite] | type[UnfoldedSite]
+) -> ComputedSite | StoredSite | UnfoldedSite | None:
     if site.encoding is None:
         return None
     if site.constant is not None:
-        return StoredSite(site.name, site.encoding, site.constant)
+        return constants(site.name, site.encoding, site.constant)
     if not has_ops(site.spec, None):
         return None
     return ComputedSite(site.name, site.encoding, site.node.meta["val"].ndim)
@@ -252,7 +270,29 @@ def _example(
                           f"dicts alone; quantize a module that takes these and makes the {unknown.__name__} itself, "
                           "or export formats=('onnx',)")
     args = [doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True)]
-    shapes = [dict.fromkeys(each, Dim.AUTO) or None for each in axes]
+    return _nested(structure, args, [dict.fromkeys(each, Dim.AUTO) or None for each in axes])
+
+
+def _one_row(graph: fx.Graph, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], tuple[object, ...]]:
+    """The arguments of ``call`` with one row of the batch, and no dynamic shapes for ``torch.export``.
+
+    The batch is the first axis of the first input in which that axis is free, and every free axis of its length.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    batch = next((str(node.meta["val"].shape[0]) for node in placeholders if 0 in free_axes(node)), None)
+    args = []
+    for leaf, node in zip(input_leaves(graph, call.args, call.kwargs), placeholders, strict=True):
+        for axis in free_axes(node):
+            if isinstance(leaf, Tensor) and str(node.meta["val"].shape[axis]) == batch:
+                leaf = leaf.narrow(axis, 0, 1)
+        args.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    return _nested(call_structure(graph), args, [None] * len(args))
+
+
+def _nested(
+    structure: CallStructure | None, args: list[object], shapes: list[object]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[object, ...]]:
+    """Arguments and their shapes, nested as the model takes them."""
     if structure is None:
         return tuple(args), {}, tuple(shapes)
     positional, named = pytree.tree_unflatten(args, structure.in_spec)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
-from qtk.core.dtypes import FloatDtype
+from qtk.core.dtypes import INT32, FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
@@ -59,6 +59,34 @@ class StoredSite(Tap):
     def forward(self) -> Tensor:
         with annotate(self.labels):
             return _cast(self.ops.dequantized(self.codes), self.dtype)
+
+
+class UnfoldedSite(Tap):
+    """Quantizes and dequantizes the real values of a constant, which the program holds in float.
+
+    LiteRT's converter looks for both ops and makes the codes itself. It also makes the codes of int32 biases, in the
+    scale of the products that they are added to, from values without ops.
+
+    Shape: no input; result as the constant.
+    """
+
+    idle = False
+    reals: Tensor
+
+    def __init__(self, site: str, encoding: Encoding, constant: Tensor) -> None:
+        super().__init__()
+        self.labels = _labels(site, encoding.spec)
+        self.dtype = constant.dtype
+        dequantize = _Plain(encoding, constant.shape).dequantized
+        with_ops = has_ops(encoding.spec, constant.shape) and encoding.spec.dtype != INT32
+        self.ops = _Ops(encoding, constant.shape) if with_ops else None
+        self.register_buffer("reals", dequantize(codes_of(constant, encoding)))
+
+    def forward(self) -> Tensor:
+        if self.ops is None:
+            return _cast(self.reals, self.dtype)
+        with annotate(self.labels):
+            return _cast(self.ops.dequantized(self.ops.quantized(self.reals)), self.dtype)
 
 
 class _Ops(nn.Module):

@@ -91,6 +91,37 @@ def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, .
     return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
 
 
+def judge_alone(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, ...]:
+    """What is wrong with the runs of a runtime that has no other way to run its files exactly, red first.
+
+    The first way is how the runtime comes; what another way gets wrong is yellow.
+
+    >>> judge_alone([Run("LiteRT", "LiteRT 2.3", refusal="no kernel")], Circumstances())[0].cause
+    'LiteRT 2.3 refuses the file: no kernel'
+    """
+    findings: list[Finding] = []
+    for position, run in enumerate(runs):
+        level = Level.RED if position == 0 else Level.YELLOW
+        if run.total is None:
+            findings.append(Finding(level, f"{run.runtime} refuses the file: {run.refusal}",
+                                    "leave what it names in float, or verify the file in another runtime"))
+        elif agrees(run, circumstances.tolerance_db):
+            if not agrees(run):
+                findings.append(_amplified(run, circumstances, explained=True, is_right=False))
+        elif _are_too_few(run.total, run.total.beyond_one_step):
+            findings.append(_too_few(run.total))
+        else:
+            level = Level.YELLOW if circumstances.random_inputs else level
+            where = next(filter(None, map(_first, (run, *runs))), "")  # some ways return no tensors but the outputs
+            findings.append(Finding(
+                level, f"{run.runtime} computes something else than {circumstances.reference}: "
+                f"{run.total.sqnr_db:.1f} dB{where}",
+                "verify the file on data" if circumstances.random_inputs else
+                "use the target of the runtime, or judge the file by its accuracy"))
+    findings += [finding for run in runs for finding in _slower(run)]
+    return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
+
+
 def departs(op: Difference) -> bool:
     """Whether an op that was given the reference values of its inputs, optimizations off, computes another result.
 

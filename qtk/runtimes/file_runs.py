@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,10 @@ from torch import Tensor
 
 from qtk.analysis.simulated_values import Reference
 from qtk.errors import ExportError
-from qtk.numerics.top1 import Top1
-from qtk.report.difference import Difference
 from qtk.report.findings import agrees
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.report.timing import OpTime, Timing, slowest
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
-from qtk.runtimes.difference_sums import DifferenceSums
 from qtk.runtimes.executed_nodes import computing_kinds, executed_nodes
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.op_runs import op_differences
@@ -31,22 +27,15 @@ from qtk.runtimes.openvino_model import OpenVinoModel, has_openvino
 from qtk.runtimes.session import Optimizations, integer_sums_saturate, session_with
 from qtk.runtimes.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
 from qtk.runtimes.state_values import StateCodes
+from qtk.runtimes.way import OTHER_SIMULATION, Runner, Runs, SiteValues, Way, shapes_of, usable_cpus
 
 if TYPE_CHECKING:
     import onnxruntime
-
-SiteValues = Mapping[tuple[str, int], Reference]
-"""Site and ordinal of its node in the file → value."""
-
-Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Inputs by name → values by name."""
 
 FLOAT, FLOAT_IN_OPENVINO = "float", "float in OpenVINO"
 
 OPTIMIZED = "on.optimized.onnx"
 """What ONNX Runtime makes of a file by default."""
-
-OTHER_SIMULATION = "verify a file with the simulation it was exported from"
 
 
 class FileRuns:
@@ -72,9 +61,10 @@ class FileRuns:
             self.inputs = [(value.name, list(value.shape), str(value.type)) for value in session.get_inputs()]
             self.outputs = [value.name for value in session.get_outputs()]
             sites = site_outputs(file, codes=False)
-            self.off = _Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], self.codes, sites)
+            self.off = Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], self.codes, sites)
             optimized = [self._optimized(ON, Optimizations.ON), self._optimized(EXACT, Optimizations.EXACT)]
             self.ways = [self.off, *optimized, *([self._openvino()] if has_openvino() else [])]
+            self.steps = {site.site: site.step for site in sites}
             self.unseen_sites = sites_in_bodies(file)
         except BaseException:
             self._temporary.cleanup()
@@ -171,7 +161,7 @@ class FileRuns:
         """``batch_size`` rows of each input with a batch axis, if the file runs on them; else all that there are."""
         batched = [name for name, shape, _ in self.inputs if shape and shape[0] == "batch"]
         given = max((len(feed[name]) for name in batched), default=None)
-        threads, cpus = self.threads or None, _cpus()
+        threads, cpus = self.threads or None, usable_cpus()
         rows = {
             name: value[torch.arange(batch_size) % max(len(value), 1)] if name in batched else value
             for name, value in feed.items()
@@ -179,9 +169,9 @@ class FileRuns:
         try:
             self.off.runners[0](self.codes.stored(rows))
         except Exception:  # whatever the runtime says: the rows belong together
-            self.timing = Timing(batch_size, given, threads, cpus, _shapes(feed))
+            self.timing = Timing(batch_size, given, threads, cpus, shapes_of(feed))
             return feed
-        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus, _shapes(rows))
+        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus, shapes_of(rows))
         return rows
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -190,21 +180,21 @@ class FileRuns:
             raise ExportError(f"the file takes {', '.join(names)}, the model {', '.join(inputs)}; {OTHER_SIMULATION}")
         return {name: inputs[name] for name in names}
 
-    def _optimized(self, name: str, optimizations: Optimizations) -> _Way:
+    def _optimized(self, name: str, optimizations: Optimizations) -> Way:
         optimized = self.folder / (OPTIMIZED if optimizations is Optimizations.ON else "exact.optimized.onnx")
         try:
             session, runtime = session_with(
                 self.file, optimizations, threads=self.threads, optimized_file=optimized
             )
         except Exception as error:
-            return _Way(name, f"ONNX Runtime, {name}", [], self.codes, refusal=_first_line(error))
-        way = _Way(name, runtime, [partial(_run_session, session, self.outputs)], self.codes)
+            return Way(name, f"ONNX Runtime, {name}", [], self.codes, refusal=_first_line(error))
+        way = Way(name, runtime, [partial(_run_session, session, self.outputs)], self.codes)
         way.nodes = executed_nodes(optimized, self.file, self.reasons)
         if optimizations is Optimizations.ON or integer_sums_saturate():
             self._return_sites(way, optimized, optimizations)
         return way
 
-    def _return_sites(self, way: _Way, optimized: Path, optimizations: Optimizations) -> None:
+    def _return_sites(self, way: Way, optimized: Path, optimizations: Optimizations) -> None:
         """Adds a session that also returns the codes of the sites, if that does not change what is fused."""
         sites, copy = site_outputs(self.file, codes=True), self.folder / "returning.optimized.onnx"
         try:
@@ -213,7 +203,7 @@ class FileRuns:
             return
         if sites and computing_kinds(copy) == computing_kinds(optimized):
             way.runners.append(runner)
-            way.sites = sites
+            way.sites = [*sites]
 
     def _returning(
         self, sites: list[SiteOutput], optimizations: Optimizations, *, optimized_file: Path | None = None
@@ -223,89 +213,23 @@ class FileRuns:
         session, _ = session_with(copy, optimizations, optimized_file=optimized_file)
         return partial(_run_session, session, [value.name for value in session.get_outputs()])
 
-    def _openvino(self) -> _Way:
+    def _openvino(self) -> Way:
         try:
             model = OpenVinoModel(self.file, threads=self.threads)
         except ExportError as error:
-            return _Way(OPENVINO, OPENVINO, [], self.codes, refusal=_first_line(error))
+            return Way(OPENVINO, OPENVINO, [], self.codes, refusal=_first_line(error))
         run = lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))  # noqa: E731
-        way = _Way(OPENVINO, model.runtime, [run], self.codes)
+        way = Way(OPENVINO, model.runtime, [run], self.codes)
         way.nodes = model.nodes()
         return way
 
 
-class _Way:
-    """One way to run the file, and the differences so far.
-
-    Args:
-        way: its name in the verdict.
-        runtime: the runtime and its settings.
-        runners: each returns values by name; where several return one, the first counts.
-        codes: the states that the file takes and returns as codes, which the runners do.
-        sites: the sites among these values.
-        refusal: why the runtime does not run the file.
-    """
-
-    def __init__(
-        self, way: str, runtime: str, runners: list[Runner], codes: StateCodes, sites: Sequence[SiteOutput] = (),
-        refusal: str | None = None,
-    ) -> None:
-        self.way, self.runtime, self.runners, self.codes, self.refusal = way, runtime, runners, codes, refusal
-        self.sites = list(sites)
-        self.nodes: RuntimeNodes | None = None
-        self.top1 = Top1()
-        self.output_sums: dict[int, DifferenceSums] = {}
-        self.site_sums: dict[str, DifferenceSums] = {}
-        self.ops: tuple[Difference, ...] | None = None
-        self.slowest: tuple[OpTime, ...] = ()
-        self.latency_ms: float | None = None
-        self.float_latency_ms: float | None = None
-
-    def values(self, feed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What it computes, by name. Raises: ExportError if it does not run."""
-        values, stored = dict[str, Tensor](), self.codes.stored(feed)
-        for run in reversed(self.runners):
-            try:
-                values |= run(stored)
-            except Exception as error:
-                raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
-        return values
-
-    def add(
-        self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
-    ) -> None:
-        for index, (name, reference) in enumerate(zip(names, outputs, strict=True)):
-            ours, theirs = reference.value, self.codes.reals(name, values[name])
-            if ours.shape != theirs.shape:
-                raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
-                                  f"{tuple(ours.shape)}")
-            self.output_sums.setdefault(index, DifferenceSums(name)).add(reference, theirs)
-            if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
-                self.top1.add(_scores(ours.detach(), reference), _scores(theirs, reference).argmax(-1))
-        for site in self.sites:
-            if (site.site, site.step) in sites:
-                reference = sites[site.site, site.step]
-                theirs = site.reals(values[site.name])
-                if reference.value.shape == theirs.shape:
-                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, theirs)
-
-    def result(self, unseen_sites: int) -> Run:
-        total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
-        return Run(
-            self.way, self.runtime, total, self.top1.share,
-            tuple(sums.difference() for sums in self.output_sums.values()),
-            tuple(sums.difference() for sums in self.site_sums.values()),
-            self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
-            self.ops, self.slowest,
-        )
-
-
-def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
+def merged_runs(files: Sequence[Runs]) -> tuple[Run, ...]:
     """The runs of several files as if they were one: sums over their outputs, without top-1, which is of one file."""
     merged = []
     for ways in zip(*(file.ways for file in files), strict=True):
         refusal = next((way.refusal for way in ways if way.refusal), None)
-        way = _Way(ways[0].way, ways[0].runtime, [], ways[0].codes, refusal=refusal)
+        way = Way(ways[0].way, ways[0].runtime, [], ways[0].codes, refusal=refusal)
         parts = [sums for each in ways for sums in each.output_sums.values()]
         way.output_sums = dict(enumerate(parts))
         nodes = [each.nodes for each in ways if each.nodes is not None]
@@ -319,30 +243,11 @@ def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
     return tuple(merged)
 
 
-def _scores(values: Tensor, reference: Reference) -> Tensor:
-    """The rows along the last axis in which an element counts, without the elements that do not."""
-    values = values.cpu()
-    if reference.counted is None:
-        return values
-    counted = reference.counted.cpu()
-    lowest = -torch.inf if values.is_floating_point() else torch.iinfo(values.dtype).min
-    return values.masked_fill(~counted, lowest)[counted.any(-1)]
-
-
 def _run_session(
     session: onnxruntime.InferenceSession, names: Sequence[str], feed: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     arrays = session.run(list(names) or None, {name: tensor.detach().cpu().numpy() for name, tensor in feed.items()})
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=False)}
-
-
-def _shapes(feed: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in feed.items())
-
-
-def _cpus() -> int:
-    """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_line(error: Exception) -> str:

@@ -48,6 +48,11 @@ class SiteOutput:
             value.to(torch.int32) - spec.middle_code, self.encoding.scale, self.encoding.zero_point, sizes
         )
 
+    def like(self, value: Tensor, reference: Tensor) -> Tensor | None:
+        """The dequantized values of the output; ``None`` if it has another shape than ``reference``."""
+        reals = self.reals(value)
+        return reals if reals.shape == reference.shape else None
+
     def stored(self, reals: Tensor) -> Tensor:
         """The output that ``reals`` gives, of dequantized values; codes as int32."""
         if self.encoding is None:

@@ -6,23 +6,22 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from qtk.aimet import encodings_aimet
 from qtk.aimet.fields import NamedEncoding
 from qtk.aimet.named_encodings import named_encodings
 from qtk.aimet.tensor_names import tensor_names
 from qtk.atomic import staged_directory
-from qtk.calls.call_recording import record_calls
-from qtk.calls.calls import Call, with_rows
-from qtk.calls.inputs import ExampleInputs, split_inputs
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import values_of
 from qtk.capture.exclusion import excluded_modules
 from qtk.capture.tracing import TRACING
@@ -34,20 +33,21 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTokenBlock
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
-from qtk.errors import EncodingError, ExportError
-from qtk.export import encodings_json, pt2e
+from qtk.errors import ExportError
+from qtk.export import encodings_json
 from qtk.export.file_signature import file_stem
 from qtk.export.simulated_sites import compare_encodings
 from qtk.export.site_roles import parameter_roles
 from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
-from qtk.nn.eval_mode import evaluating
 from qtk.nn.mapped_weights import bounded
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import STEPS, op_changes
+from qtk.workflow import export_programs
 from qtk.workflow.check import check
+from qtk.workflow.exported_graphs import graph_calls, read_back
 
 INT8 = dtype("int8")
 """Of fewer bits, pairs of codes are small enough for sums in int16; of no sign, ONNX Runtime adds in int32."""
@@ -74,11 +74,6 @@ def onnx_name(path: str) -> str:
     return f"{file_stem(path or 'model')}.onnx"
 
 
-def pt2e_name(path: str) -> str:
-    """File name of a captured graph as an exported program: ``model.pt2``, else as ``onnx_name``."""
-    return f"{file_stem(path or 'model')}.pt2"
-
-
 @dataclass(frozen=True, slots=True)
 class OnnxOptions:
     """What is asked of an ONNX file.
@@ -102,7 +97,7 @@ class OnnxOptions:
 def export(
     simulation: Simulation, example_inputs: ExampleInputs, directory: str | os.PathLike[str], *,
     formats: Iterable[str] | str = ("encodings", "onnx"), force: bool = False, onnx: OnnxOptions = OnnxOptions(),
-    tokenizer: object | None = None,
+    tokenizer: object | None = None, io_codes: bool = False,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -120,11 +115,13 @@ def export(
     Args:
         simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: the new directory: ``model.onnx``, ``model.pt2``, ``encodings.json`` and AIMET's schemas.
+        directory: the new directory: ``model.onnx``, ``model.pt2``, ``model.tflite``, ``encodings.json`` and so on.
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
-        onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``.
+        onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``, which
+            is asked of LiteRT files too.
         tokenizer: its files are written into the folder of a language model.
+        io_codes: LiteRT files take and return quantized inputs and outputs as their integer codes.
 
     Raises: ConfigError for an unknown format, with the known ones; CheckError if the simulation is not sound;
         ExportError if the directory exists or cannot be written, a format cannot express the model, the names are not
@@ -139,11 +136,14 @@ def export(
         exporters["onnx"] = partial(_onnx, options=onnx)
     if "compressed_tensors" in exporters:
         exporters["compressed_tensors"] = partial(_compressed_tensors, tokenizer=tokenizer)
+    if "litert" in exporters:
+        exporters["litert"] = partial(export_programs.litert, io_codes=io_codes, run=onnx.run)
     for name, value, format in (("opset", onnx.opset, "onnx"), ("output_names", onnx.output_names, "onnx"),
                                 ("state_codes", onnx.state_codes or None, "onnx"),
+                                ("io_codes", io_codes or None, "litert"),
                                 ("tokenizer", tokenizer, "compressed_tensors")):
         if value is not None and format not in exporters:
-            shown = value if format == "onnx" else f"a {type(value).__name__}"
+            shown = f"a {type(value).__name__}" if value is tokenizer else value
             raise ExportError(f"{name}={shown} has no effect on the formats {', '.join(exporters)}; add {format!r} or "
                               f"leave {name} out")
     check(simulation)
@@ -181,7 +181,7 @@ def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folde
     parameters = parameter_roles(simulation)
     encodings_json.export(encodings, path, parameters=parameters, dynamic=dynamic, masked=masked,
                           target=simulation.target)
-    with _read_back(path):
+    with read_back(path):
         stored = encodings_json.parse(encodings_json.load_object(path), path.name)
         compare_encodings(stored.encodings, encodings)
         if (stored.dynamic, stored.masked, stored.parameters) != (dynamic, masked, parameters):
@@ -209,7 +209,7 @@ def _compare_aimet(version: str, tensors: Sequence[NamedEncoding], folder: Path)
     specs = {each.name: each.encoding.spec for each in tensors}
     shapes = {each.name: each.shape for each in tensors if each.shape is not None}
     path = folder / aimet_name(version)
-    with _read_back(path):
+    with read_back(path):
         compare_encodings(encodings_aimet.read(path, specs, shapes=shapes),
                           {each.name: each.encoding for each in tensors})
 
@@ -229,7 +229,7 @@ def _float_onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: P
         raise ExportError(f"a float ONNX file needs the package {error.name}; pip install 'qtk[onnx]'") from error
     (folder / FLOAT_FOLDER).mkdir()
     names, found = tensor_names(simulation.model), set[str]()
-    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
         file = folder / FLOAT_FOLDER / onnx_name(path)
         float_graph.export(graph, call, file, names)
         found |= float_graph.read_names(file)
@@ -248,15 +248,6 @@ def _dynamic(simulation: Simulation) -> dict[str, QuantSpec]:
     return {site.name: each.spec for site, each in simulation.quantizers.items() if each.spec.dynamic}
 
 
-@contextlib.contextmanager
-def _read_back(path: Path) -> Iterator[None]:
-    """Raises: ExportError naming the file, if what is read back from it differs or cannot be read."""
-    try:
-        yield
-    except (EncodingError, ExportError) as error:
-        raise ExportError(f"{path.name} read back differs from the simulation: {error}; nothing was written") from error
-
-
 def _onnx(
     simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, options: OnnxOptions = OnnxOptions()
 ) -> None:
@@ -271,7 +262,7 @@ def _onnx(
         from qtk.runtimes import saturation, session
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    calls = _graph_calls(simulation.model, example_inputs)
+    calls = graph_calls(simulation.model, example_inputs)
     if output_names is not None and [*calls] != [""]:
         raise ExportError(f"output_names are for one file, and this model is exported as {len(calls)} files, one for "
                           "each graph in its Python; leave them out")
@@ -294,7 +285,7 @@ def _onnx(
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "
                           "model.float() instead", stacklevel=2)
-        with _read_back(file):
+        with read_back(file):
             qdq.compare_with_simulation(file, graph)
     may_saturate = int16_sums and any(quantizer.spec.dtype == INT8 for quantizer in simulation.quantizers.values())
     paths = calls if may_saturate else ()
@@ -350,14 +341,6 @@ def _runtime(target: str | None) -> Runtime | None:
     return load_config(target).runtime if target in shipped_names("targets") else None
 
 
-def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
-        file = folder / pt2e_name(path)
-        pt2e.export(graph, call, file, target=simulation.target)
-        with _read_back(file):
-            pt2e.compare_with_simulation(file, graph)
-
-
 def _compressed_tensors(
     simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
 ) -> None:
@@ -369,24 +352,8 @@ def _compressed_tensors(
         raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and who loads a "
                           "compressed-tensors file runs the original's; make the simulation without it")
     checkpoint.export(simulation.model, folder, tokenizer)
-    with _read_back(folder / STATE_FILE):
+    with read_back(folder / STATE_FILE):
         checkpoint.compare_with_simulation(folder, simulation.model)
-
-
-def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
-    """Path → (graph, a call of it) for every graph that the model calls on its example inputs."""
-    call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
-    if "" in graphs:
-        return {"": (graphs[""], call)}
-    with evaluating(model):
-        calls = record_calls(model, [call], of=graphs.values())
-    return {path: (graph, _example(graph, calls[graph])) for path, graph in graphs.items() if graph in calls}
-
-
-def _example(graph: nn.Module, calls: Sequence[Call]) -> Call:
-    """The largest of ``calls``, with rows added if it has none."""
-    largest = max(calls, key=lambda call: call.numel)
-    return largest if largest.numel else with_rows(graph, largest)
 
 
 EXPORTERS.add("encodings", _encodings)
@@ -397,4 +364,5 @@ for schema in encodings_aimet.WRITERS:
 EXPORTERS.add("onnx", _onnx)
 EXPORTERS.add("onnx_genai", _onnx_genai)
 EXPORTERS.add("compressed_tensors", _compressed_tensors)
-EXPORTERS.add("pt2e", _pt2e)
+EXPORTERS.add("pt2e", export_programs.pt2e)
+EXPORTERS.add("litert", export_programs.litert)

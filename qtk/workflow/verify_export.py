@@ -29,18 +29,15 @@ from qtk.graph.written_buffers import buffer_values
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.difference import HIGH_SQNR_DB
-from qtk.report.findings import Circumstances, agrees, judge
+from qtk.report.findings import Circumstances, agrees
 from qtk.report.verdict import Finding, Level, Verdict
-from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
+from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
+from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.transforms.keep_batch_norms import folded
-from qtk.workflow.export import onnx_name
 
 SIMULATION = "the simulation"
 TURNS = 30
-
-RUNTIMES = ("onnxruntime", "openvino")
-"""What a file can be for."""
 
 
 def verify_export(
@@ -57,7 +54,7 @@ def verify_export(
     batch_size: int = 1,
     threads: int | None = None,
 ) -> Verdict:
-    """Runs the ONNX files of an export directory on data, and judges them; of a model with islands, file by file.
+    """Runs the files of an export directory in a runtime and judges them; of a model with islands, file by file.
 
     >>> import qtk
     >>> sim, batches = qtk.QuantSim(nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
@@ -72,7 +69,8 @@ def verify_export(
         directory: the directory.
         data: batches, or a function that runs the model over its own.
         forward: how to run the model on a batch, where the default does not fit.
-        runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
+        runtime: the runtime they are for, a name in ``qtk.runtimes.kinds.RUNTIMES``: it decides which files are run,
+            and what is red.
         float_export: a directory with float exports of the same files, or the file; ``None``: they are made.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
         progress: show bars where it takes longer than seconds.
@@ -82,15 +80,14 @@ def verify_export(
         threads: threads within an op while the file runs; ``None`` leaves the number to the runtime.
 
     Raises: ExportError if ``batch_size`` or ``threads`` is below 1, a file is missing or belongs to another simulation,
-        onnxruntime is not installed or does not run the file even with the optimizations off; CalibrationError without
-        any batch, or any of the exported kind, or as ``compute_encodings`` for ``valid``.
+        the runtime is not installed or does not run the file, ONNX Runtime not even with the optimizations off;
+        CalibrationError without any batch, or any of the exported kind, or as ``compute_encodings`` for ``valid``.
     """
-    require_onnxruntime()
-    check_runtime(runtime)
+    kind = runtime_kind(runtime)
     latency = LatencyRequest(turns, batch_size, threads, float_export)
     with folded(simulation) as deployed:  # as the files are: so are the float files that are made
         tokens = ValidTokens(deployed.model, valid)
-        with _witnessing(deployed, Path(directory), tokens, threads) as witnesses:
+        with _witnessing(deployed, Path(directory), kind, tokens, threads) as witnesses:
             with tokens.listening():
                 run_all(deployed.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                         progress=progress)
@@ -101,7 +98,7 @@ def verify_export(
                     witness.measure(latency, progress=progress)
             tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in deployed.quantizers.items()
                                        if not quantizer.static})
-            verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
+            verdicts = tuple(witness.verdict() for witness in witnesses)
             return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
 
 
@@ -142,7 +139,7 @@ USUAL_LATENCY = LatencyRequest()
 
 @contextmanager
 def _witnessing(
-    simulation: Simulation, directory: Path, tokens: ValidTokens, threads: int | None
+    simulation: Simulation, directory: Path, kind: RuntimeKind, tokens: ValidTokens, threads: int | None
 ) -> Iterator[list[_Witness]]:
     """While active, each exported file runs on the inputs of every call of its graph.
 
@@ -150,15 +147,15 @@ def _witnessing(
     """
     graphs = roots(simulation.model)
     exported = {"": graphs[""]} if "" in graphs else graphs
-    files = {directory / onnx_name(path): graph for path, graph in exported.items()}
+    files = {directory / kind.file_name(path): graph for path, graph in exported.items()}
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
-        raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
+        raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=({kind.format!r},)")
     reasons = {site.name: reason for site, reason in simulation.plan.unquantized.items()}
     witnesses: list[_Witness] = []
     try:
         for path, graph in files.items():
-            witnesses.append(_Witness(graph, path, reasons, tokens, threads))
+            witnesses.append(_Witness(graph, path, kind, reasons, tokens, threads))
         yield witnesses
     finally:
         for witness in witnesses:
@@ -182,22 +179,23 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
     )
 
 
-def _circumstances(graph: CapturedGraph, file: Path, runtime: str) -> Circumstances:
+def _circumstances(graph: CapturedGraph, file: Path, kind: RuntimeKind) -> Circumstances:
     """What the file of a simulated graph is, and where it runs."""
-    from qtk.runtimes.saturation import saturating_weights  # loaded here: slow to import
-
     has_minifloats = any(
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
         for module in graph.modules()
     )
     is_half = any(parameter.dtype is torch.float16 for parameter in graph.parameters())
-    return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(file)), has_minifloats, is_half)
+    return Circumstances(kind.name, integer_sums_saturate(), kind.saturating(file), has_minifloats, is_half)
 
 
-def check_runtime(runtime: str) -> None:
-    """Raises: ExportError if there is no such runtime."""
+def runtime_kind(runtime: str) -> RuntimeKind:
+    """The runtime of a name. Raises: ExportError if there is none, or it is not installed."""
     if runtime not in RUNTIMES:
         raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
+    kind = RUNTIMES[runtime]
+    kind.require()
+    return kind
 
 
 def float_file(float_export: str | os.PathLike[str], file: Path) -> Path:
@@ -219,11 +217,10 @@ class _Witness:
     """Runs the file of a graph on the inputs of each call of the graph, and compares outputs and sites."""
 
     def __init__(
-        self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str], tokens: ValidTokens, threads: int | None
+        self, graph: CapturedGraph, path: Path, kind: RuntimeKind, reasons: Mapping[str, str], tokens: ValidTokens,
+        threads: int | None,
     ) -> None:
-        from qtk.runtimes.file_runs import FileRuns
-
-        self.graph, self.path, self.tokens = graph, path, tokens
+        self.graph, self.path, self.kind, self.tokens = graph, path, kind, tokens
         self.first_counted: list[Tensor | None] = []
         self.first_call: Call | None = None
         self.is_called = False
@@ -233,16 +230,15 @@ class _Witness:
         if bfloat16 := values_of(graph, torch.bfloat16):
             raise ExportError(f"{path} cannot be run: {', '.join(bfloat16)} are bfloat16; {NO_BFLOAT16}")
         try:
-            self.files = FileRuns(path, reasons, threads=threads)
+            self.files = kind.open(path, reasons, threads)
         except ExportError:
             raise
         except Exception as error:
             remedy = bfloat16_remedy(graph)
-            raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}"
+            raise ExportError(f"{path}: {kind.title} cannot load it: {error}"
                               f"{'' if remedy is None else f'; {remedy}'}") from error
         self.quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
-        self.steps = {site.site: site.step for site in self.files.off.sites}
-        self.simulated = SimulatedValues(graph, self.steps, tokens)
+        self.simulated = SimulatedValues(graph, self.files.steps, tokens)
         self.calls: list[Call] = []
         self.handles = [
             graph.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -274,11 +270,12 @@ class _Witness:
             except ExportError as error:
                 self.notes.append(Finding(Level.YELLOW, f"no latency: {error}", "pass float_export="))
 
-    def verdict(self, runtime: str) -> Verdict:
+    def verdict(self) -> Verdict:
         if not self._agrees():
             self._run_ops()
         runs = self.files.runs()
-        found = judge(runs, replace(_circumstances(self.graph, self.path, runtime), tolerance_db=self._tolerance()))
+        circumstances = _circumstances(self.graph, self.path, self.kind)
+        found = self.kind.judge(runs, replace(circumstances, tolerance_db=self._tolerance()))
         return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes,
                        timing=self.files.timing)
 
@@ -295,7 +292,7 @@ class _Witness:
     def _run_ops(self) -> None:
         """Runs the ops of the file on what the simulation computes in the first call."""
         if self.first_call is not None:
-            simulated = SimulatedValues(self.graph, self.steps)
+            simulated = SimulatedValues(self.graph, self.files.steps)
             try:
                 outputs = tensor_outputs(self.graph, self.first_call)
                 values = simulated.take()
@@ -309,14 +306,12 @@ class _Witness:
         return [Reference(value, step_of(each, value)) for value, each in zip(outputs, self.quantizers, strict=True)]
 
     def _float_file(self, folder: Path, given: str | os.PathLike[str] | None) -> Path:
-        from qtk.export.onnx import qdq  # loaded here: slow to import
-
         if given is not None:
             return float_file(given, self.path)
         assert self.first_call is not None
         quantizers = [module for module in self.graph.modules() if isinstance(module, Quantizer)]
         with in_mode(quantizers, Mode.BYPASS):
-            qdq.export(self.graph, self.first_call, folder / self.path.name)
+            self.kind.write_float(self.graph, self.first_call, folder / self.path.name)
         return folder / self.path.name
 
     def _enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ change; that the file holds what was simulated was checked when it was exported.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,24 +16,22 @@ from tqdm import tqdm
 
 from qtk.analysis.simulated_values import Reference
 from qtk.core.dtypes import FloatDtype
-from qtk.core.encoding import Encoding
 from qtk.data.forward_pass import read
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import file_states
 from qtk.export.onnx.stored_sites import stored_sites
-from qtk.numerics.affine import expand
 from qtk.public import public
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.runtimes.file_runs import FileRuns
+from qtk.runtimes.onnx_reference import onnx_inputs
+from qtk.runtimes.reference_file import random_batches, step_of_encoding
 from qtk.runtimes.saturation import saturating_weights
-from qtk.runtimes.session import integer_sums_saturate, require_onnxruntime
+from qtk.runtimes.session import integer_sums_saturate
 from qtk.torch_private import pytree
-from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest, check_runtime, float_file, size_bytes
+from qtk.workflow.verify_export import USUAL_LATENCY, LatencyRequest, float_file, runtime_kind, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
-
-RANDOM_BATCHES, RANDOM_ROWS, FREE_LENGTH = 4, 8, 8
 
 
 @public
@@ -56,8 +54,10 @@ def verify_files(
     Raises: ExportError if ``valid`` names no input that is such a mask, there is no file, one was not written by qtk,
         or does not run on the data.
     """
-    require_onnxruntime()
-    check_runtime(runtime)
+    kind = runtime_kind(runtime)
+    if kind.format != "onnx":
+        raise ExportError(f"{kind.title} runs {kind.suffix} files, and this verifies ONNX files by themselves; run "
+                          "qtk verify --all, or sim.verify_export(directory, data, runtime=…)")
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
@@ -88,7 +88,8 @@ def _verify(
         examples: tuple[dict[str, Tensor], list[Reference], dict[tuple[str, int], Reference]] | None = None
         states = file_states(file)
         held = {name: state.first for name, state in states.items() if state.first is not None}
-        batches = _random_batches(runs, encodings, held) if data is None else read(data)
+        batches = random_batches(
+            [each for each in onnx_inputs(runs) if each.name not in held], encodings) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
             free = [name for name, _, _ in runs.inputs if name not in held]
             inputs = {**inputs_by_name(free, batch), **held}
@@ -97,10 +98,10 @@ def _verify(
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
             masks = [_mask(name, inputs) for name in valid]
             compared = [
-                Reference(value, _step(value, returned.get(name)), _counted(value, masks))
+                Reference(value, step_of_encoding(value, returned.get(name)), _counted(value, masks))
                 for name, value in zip(runs.outputs, outputs, strict=True)
             ]
-            values = {key: Reference(value, _step(value, encodings.get(key[0])), _counted(value, masks))
+            values = {key: Reference(value, step_of_encoding(value, encodings.get(key[0])), _counted(value, masks))
                       for key, value in sites.items()}
             runs.compare(inputs, compared, values)
             examples = examples or (inputs, compared, values)
@@ -141,12 +142,6 @@ def _counted(value: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
     return None
 
 
-def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:
-    if encoding is None:
-        return None
-    return expand(encoding.scale, value.shape, encoding.spec.granularity.block_size(value.ndim))
-
-
 def inputs_by_name(names: Sequence[str], batch: object) -> dict[str, Tensor]:
     """The tensors of a batch under the names of a file's inputs; labels beside the only one are left out.
 
@@ -160,39 +155,3 @@ def inputs_by_name(names: Sequence[str], batch: object) -> dict[str, Tensor]:
     if len(tensors) != len(names):
         raise ExportError(f"the file takes {', '.join(names)}, a batch has {len(tensors)} tensors")
     return dict(zip(names, tensors, strict=True))
-
-
-def _random_batches(
-    runs: FileRuns, encodings: Mapping[str, Encoding], held: Collection[str]
-) -> list[dict[str, Tensor]]:
-    """Values uniform within the range of each input's encoding, normal where it has none; integers are 0 or 1."""
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for _ in range(RANDOM_BATCHES):
-        batch = {}
-        for name, shape, kind in runs.inputs:
-            if name in held:
-                continue
-            sizes = [
-                each if isinstance(each, int) else RANDOM_ROWS if index == 0 else FREE_LENGTH
-                for index, each in enumerate(shape)
-            ]
-            encoding = encodings.get(f"{name}:input")
-            if kind.startswith(("tensor(int", "tensor(uint", "tensor(bool")):
-                batch[name] = torch.randint(2, sizes, generator=generator).to(_DTYPES[kind])
-            elif encoding is None:
-                batch[name] = torch.randn(sizes, generator=generator).to(_DTYPES[kind])
-            else:
-                low, high = float(encoding.minimum.min()), float(encoding.maximum.max())
-                batch[name] = (torch.rand(sizes, generator=generator) * (high - low) + low).to(_DTYPES[kind])
-        batches.append(batch)
-    return batches
-
-
-_DTYPES = {
-    f"tensor({name})": dtype for name, dtype in (
-        ("float", torch.float32), ("float16", torch.float16), ("double", torch.float64), ("int64", torch.int64),
-        ("int32", torch.int32), ("int16", torch.int16), ("int8", torch.int8), ("uint8", torch.uint8),
-        ("bool", torch.bool),
-    )
-}

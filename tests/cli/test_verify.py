@@ -95,3 +95,33 @@ def test_paths_may_be_text(exported):
     console, file = Console(quiet=True), str(exported / "w8a8" / "model.onnx")
     assert verification.verify(file, console, turns=0)
     assert verification.verify(file, console, turns=0, float_export=file)
+
+
+def test_all_runtimes_write_a_certificate_that_is_checked_again(exported, tmp_path):
+    import shutil
+
+    folder = tmp_path / "out"
+    shutil.copytree(exported / "w8a8", folder)
+    quiet = ["verify", str(folder), "--turns", "0", "--quiet"]
+    written = CliRunner().invoke(app, [*quiet, "--all"])
+    assert written.exit_code == 0, written.output
+    assert "ONNX Runtime" in written.output
+    certificate = (folder / "certificate.json").read_bytes()
+    assert json.loads(certificate)["files"].keys() == {"model.onnx"}
+    assert CliRunner().invoke(app, [*quiet, "--certificate"]).exit_code == 0
+    (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes() + b"\x00\x00")
+    (folder / "model.onnx.data").write_bytes(b"new")
+    changed = CliRunner().invoke(app, [*quiet, "--certificate", "--json"])
+    assert changed.exit_code == 1
+    first, second, *_ = json.loads(changed.stdout)["worse"]
+    assert (first, second) == ("model.onnx has other bytes than were certified", "model.onnx.data is not certified")
+    assert (folder / "certificate.json").read_bytes() == certificate
+
+
+def test_a_certificate_is_written_or_checked_not_both(exported):
+    both = CliRunner().invoke(app, ["verify", str(exported / "w8a8"), "--all", "--certificate"])
+    assert both.exit_code == 1
+    assert "--all writes certificate.json and --certificate checks it; give one of the two" in both.output
+    none = CliRunner().invoke(app, ["verify", str(exported / "w8a8"), "--certificate"])
+    assert none.exit_code == 1
+    assert "no certificate of version 1" in none.output

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.report.difference import Difference
-from qtk.report.findings import Circumstances, agrees, judge, saturation_remedy
+from qtk.report.findings import Circumstances, agrees, judge, judge_alone, saturation_remedy
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Level, Run
 
@@ -170,3 +170,23 @@ def test_one_or_two_values_among_few_are_too_few_to_judge_by(stray, steps, level
     (first, *_) = judged(*few)
     assert first.level is level
     assert ("20 output values are too few" in first.cause) == (level is Level.YELLOW)
+
+
+@pytest.mark.parametrize(("sqnr_db", "random_inputs", "level"), [
+    (60.0, False, None), (10.0, False, Level.RED), (10.0, True, Level.YELLOW),
+])
+def test_a_runtime_without_an_exact_way_is_judged_by_its_first(sqnr_db, random_inputs, level):
+    off = Difference("outputs", 9999, 0.5, 0.4, 1.0, 9.0, sqnr_db, 0.5)
+    right = Difference("outputs", 9999, 0.0, 0.0, 0.0, 0.0, math.inf, 0.0)
+    circumstances = Circumstances("litert", random_inputs=random_inputs)
+    first = judge_alone([Run("LiteRT", "LiteRT 2.3", off), Run("LiteRT, other", "LiteRT", right)], circumstances)
+    assert [finding.level for finding in first] == ([] if level is None else [level])
+    second = judge_alone([Run("LiteRT", "LiteRT 2.3", right), Run("LiteRT, other", "LiteRT", off)], circumstances)
+    assert [finding.level for finding in second] == ([] if level is None else [Level.YELLOW])
+
+
+def test_float_noise_in_its_own_simulation_explains_a_runtime():
+    off = Difference("outputs", 9999, 0.5, 0.4, 1.0, 9.0, 20.0, 0.5)
+    (finding,) = judge_alone([Run("LiteRT", "LiteRT 2.3", off)], Circumstances("litert", tolerance_db=18.0))
+    assert finding.level is Level.YELLOW
+    assert "float rounding in another order" in finding.cause

@@ -100,13 +100,13 @@ def test_elements_of_tokens_are_found_by_their_axes():
 def test_a_spoilt_optimization_is_seen(written, monkeypatch):
     from qtk.runtimes import file_runs
 
-    original = file_runs._Way.values
+    original = file_runs.Way.values
 
     def values(way, feed):
         result = original(way, feed)
         return result if way.way == "optimizations off" else {name: value * 2 for name, value in result.items()}
 
-    monkeypatch.setattr(file_runs._Way, "values", values)
+    monkeypatch.setattr(file_runs.Way, "values", values)
     assert verified(written / "onnxruntime", [INPUTS]).level is Level.RED
     assert verified(written / "onnxruntime").level is Level.YELLOW  # random inputs
 
@@ -131,6 +131,10 @@ def test_bad_input(written, tmp_path):
         verified(written / "onnxruntime", [])
     with pytest.raises(ExportError, match="unknown runtime 'tvm'; choose from onnxruntime, openvino"):
         verified(written / "onnxruntime", runtime="tvm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: name)
+        with pytest.raises(ExportError, match=r"LiteRT runs \.tflite files, .* qtk verify --all"):
+            verified(written / "onnxruntime", runtime="litert")
     with pytest.raises(ExportError, match=r"there is no float export .*model\.onnx"):
         verified(written / "onnxruntime", [INPUTS], float_export=tmp_path)
     for name in ("a", "b"):

@@ -1,0 +1,1 @@
+"""LiteRT files (``.tflite``), written by the package litert-torch and read by the schema of ai-edge-litert."""

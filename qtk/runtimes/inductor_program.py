@@ -1,0 +1,93 @@
+"""Compiles exported programs by Inductor for x86, with torchao's patterns of integer layers, and runs them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtk.capture.torch_export import silent_torch
+from qtk.errors import ExportError, first_line
+from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
+from qtk.runtimes.program_inputs import ProgramInputs
+
+INTEGER = re.compile(r"torch\.ops\.onednn\.(qconv\w*|qlinear\w*)")
+FLOAT = re.compile(r"(?:extern_kernels|torch\.ops\.mkldnn|torch\.ops\.mkl)\."
+                   r"(addmm|bmm|mm|convolution|_convolution\w*|_linear\w*|_mkl_linear)")
+
+
+class InductorProgram:
+    """A ``.pt2`` file, compiled when it first runs.
+
+    Args:
+        file: the file.
+        reasons: name of a site that is not quantized → why.
+        threads: threads of a run; 0 leaves the number to torch.
+
+    Raises: ExportError if torchao is not installed, or the file is no program.
+    """
+
+    sites: Sequence[str] = ()
+
+    def __init__(self, file: Path, reasons: Mapping[str, str], *, threads: int = 0) -> None:
+        try:
+            importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")  # the patterns
+        except ImportError as error:
+            raise ExportError(f"running a program in Inductor needs the package {error.name}; "
+                              "pip install 'qtk[torchao]'") from error
+        self.runtime = f"Inductor of torch {torch.__version__}"
+        self._program, self._threads = ProgramInputs(file), threads
+        self._function: Callable[..., Any] | None = None
+        self._code = ""
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self._program.names
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self._program.outputs
+
+    def run(self, inputs: Mapping[str, Tensor], *, sites: bool = False) -> dict[str, Tensor]:
+        return self._program.by_name(self.timed(inputs)())
+
+    def timed(self, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+        args, kwargs = self._program.call(inputs)
+        function = self._compiled(args, kwargs) if self._function is None else self._function
+
+        def run() -> object:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self._threads or before)
+            try:
+                with torch.no_grad():
+                    return function(*args, **kwargs)
+            finally:
+                torch.set_num_threads(before)
+
+        return run
+
+    def nodes(self) -> RuntimeNodes | None:
+        """The calls of integer and float layers in the compiled code; ``None`` before the first run."""
+        if self._function is None:
+            return None
+        integer = Counter(INTEGER.findall(self._code))
+        floats = [FloatNode(kind, kind, "no integer pattern", True) for kind in FLOAT.findall(self._code)]
+        return RuntimeNodes(dict(integer), tuple(floats))
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        # which ``import torch`` does not load; torchao's patterns do not take ``options={"freezing": True}``
+        inductor, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("utils", "config"))
+        with silent_torch(), torch.no_grad(), config.patch(freezing=True):
+            function = torch.compile(self._program.program.module())
+            try:
+                _, code = inductor.run_and_get_code(function, *args, **kwargs)
+            except Exception as error:  # whatever the compiler says
+                raise ExportError(f"{self.runtime} does not compile it: {first_line(error)}") from error
+        self._function, self._code = function, "\n".join(code)
+        return function

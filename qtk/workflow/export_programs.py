@@ -1,0 +1,81 @@
+"""Writes simulations as programs of torch, and as files that a converter makes of these: PT2E and LiteRT."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from torch import fx
+
+from qtk.analysis.simulated_values import Reference
+from qtk.calls.calls import Call
+from qtk.calls.inputs import ExampleInputs
+from qtk.export import pt2e as program
+from qtk.export.file_signature import file_inputs, file_signature, file_stem, tensor_outputs
+from qtk.export.simulated_sites import step_of
+from qtk.graph.insert import quantizer_called
+from qtk.graph.simulation import Simulation
+from qtk.report.difference import is_close
+from qtk.runtimes.kinds import RUNTIMES
+from qtk.runtimes.tolerance import tolerance_db
+from qtk.workflow.exported_graphs import graph_calls, read_back
+
+LITERT = "litert"
+
+
+def pt2e_name(path: str) -> str:
+    """File name of a captured graph as an exported program: ``model.pt2``, else as ``onnx_name``."""
+    return f"{file_stem(path or 'model')}.pt2"
+
+
+def pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    """Writes a program for each graph. Raises: ExportError as ``qtk.export.pt2e``."""
+    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
+        file = folder / pt2e_name(path)
+        program.export(graph, call, file, target=simulation.target)
+        with read_back(file):
+            program.compare_with_simulation(file, graph)
+
+
+def litert(
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, io_codes: bool = False, run: bool = True
+) -> None:
+    """Writes a ``.tflite`` file for each graph, and warns of what it computes otherwise than the simulation.
+
+    Args:
+        simulation: the simulation.
+        example_inputs: what the model runs on; a file has its lengths, and one row.
+        folder: where the files are written.
+        io_codes: take and return quantized inputs and outputs as codes.
+        run: run each file on the example inputs, where ai-edge-litert is installed.
+
+    Raises: ExportError as ``qtk.export.litert.file``.
+    """
+    from qtk.export.litert import file as litert_file  # loaded here: few exports need it
+
+    kind = RUNTIMES[LITERT]
+    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
+        file = folder / kind.file_name(path)
+        litert_file.export(graph, call, file, target=simulation.target, codes=io_codes)
+        with read_back(file):
+            litert_file.compare_with_simulation(file, graph)
+        if run and kind.missing is None:
+            _warn_of_departures(file, graph, call)
+
+
+def _warn_of_departures(file: Path, graph: fx.GraphModule, call: Call) -> None:
+    """Warns where the runtime, as it comes, is farther from the simulation than float rounding explains."""
+    kind = RUNTIMES[LITERT]
+    expected = tensor_outputs(graph, call)
+    quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
+    runs = kind.open(file, {}, None)
+    try:
+        runs.compare(file_inputs(graph, call), [
+            Reference(value, step_of(each, value)) for value, each in zip(expected, quantizers, strict=True)], {})
+        first = runs.runs()[0]
+    finally:
+        runs.close()
+    if first.total is None or not (is_close(first.total) or is_close(first.total, tolerance_db(graph, call, expected))):
+        how = f"is {first.sqnr_db:.1f} dB from the simulation" if first.refusal is None else f"says {first.refusal}"
+        warnings.warn(f"{file.name} was written, but {first.runtime} {how}; sim.verify_export(directory, data, "
+                      f"runtime={kind.name!r}) finds the first tensor that differs", stacklevel=2)

@@ -1,0 +1,42 @@
+import importlib.util
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import ExportError
+from qtk.runtimes.inductor_program import FLOAT, INTEGER, InductorProgram
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer", None)
+    with pytest.raises(ExportError, match=r"pip install 'qtk\[torchao\]'"):
+        InductorProgram(tmp_path / "model.pt2", {})
+
+
+@pytest.mark.parametrize(("line", "integer"), [
+    ("buf1 = torch.ops.onednn.qlinear_pointwise.tensor(buf0)", "qlinear_pointwise"),
+    ("buf1 = torch.ops.onednn.qconv_pointwise.default(buf0)", "qconv_pointwise"),
+    ("extern_kernels.addmm(buf0, buf1)", None), ("torch.ops.mkl._mkl_linear(buf0)", None),
+])
+def test_calls_of_layers_are_found_in_the_code(line, integer):
+    assert INTEGER.findall(line) == ([] if integer is None else [integer])
+    assert bool(FLOAT.findall(line)) is (integer is None)
+
+
+@needs_torchao
+@pytest.mark.medium
+def test_a_layer_is_compiled_and_computes_the_simulation(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval(), torch.randn(8, 16)
+    sim = qtk.QuantSim(model, x, config="x86_inductor")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats="pt2e")
+    (run,) = sim.verify_export(tmp_path / "out", [x], runtime="inductor", turns=0).runs
+    assert run.sqnr_db > 35
+    assert sum(run.nodes.integer.values()) + len(run.nodes.floats) == 2
