@@ -109,7 +109,7 @@ class _Ops:
             operands = [port.value for port in operand_ports(node)]
             units = MatrixProduct(node, (None, None), 1, self._longer).multiplications
         elif self._is_fused(node, row):
-            if self._flow.root(node.all_input_nodes[0]) in self._in_integers:
+            if self._maker(node.all_input_nodes[0]) in self._in_integers:
                 self._in_integers.add(node)
             return
         self.float_time += units * kernel.float
@@ -150,7 +150,7 @@ class _Ops:
         """Whether the op is a rectifier or clamp that runtimes compute with the product or sum in front of it."""
         if not row.activation or not (row.rectifier or row.scaling is Scaling.CLAMPED):
             return False
-        before = row_of(self._flow.root(node.all_input_nodes[0]))
+        before = row_of(self._maker(node.all_input_nodes[0]))
         return before is not None and (before.product is not None or before.kind == "add")
 
     def _is_quantized(self, node: fx.Node) -> bool:
@@ -161,6 +161,11 @@ class _Ops:
                 row is not None and self._is_fused(user, row) and self._is_quantized(user))
 
         return any(map(is_quantized, self._flow.next_ops(node)))
+
+    def _maker(self, value: fx.Node) -> fx.Node:
+        """The node that computed the elements of a value, before they were quantized."""
+        root = self._flow.root(value)
+        return root if quantizer_called(root) is None else self._maker(root.all_input_nodes[0])
 
     def _plan(self, value: fx.Node) -> SitePlan | None:
         """How a value is quantized; ``None`` of floats."""

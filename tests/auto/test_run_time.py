@@ -29,7 +29,8 @@ class Net(nn.Module):
 def ratio(kernels=KERNELS, samples=4, rules=(), run=None, **settings):
     torch.manual_seed(0)
     x = torch.randn(4, 8)
-    sim = qtk.QuantSim(Net().eval(), x, config={"version": 1, "rules": list(rules)}, **settings)
+    config = {"version": 1, "rules": list(rules), "supergroups": [["linear", "relu"]]}
+    sim = qtk.QuantSim(Net().eval(), x, config=config, **settings)
     sim.compute_encodings([x], progress=False)
     return RunTime(kernels).ratio(sim.simulation, lambda: sim.model(torch.randn(samples, 8)))
 

@@ -105,5 +105,4 @@ def test_prices_are_the_times_of_run_time_and_those_that_cannot_be_built_are_inf
     ratio = RunTime(load_config("onnxruntime").runtime.kernels).ratio(sim.simulation, lambda: sim.model(BATCHES[0]))
     assert trials.price(dynamic) == pytest.approx(ratio)
     assert trials.price(Choices("mse", ("equalize",), ("gptq",))) == trials.price(plain)
-    sites = tuple(trials.ranking(plain))
-    assert trials.price(Choices("min_max", precise=(*sites, "no such site"))) == math.inf
+    assert trials.price(Choices("min_max", precise=tuple(trials.simulation(plain).quantizers))) == math.inf
