@@ -3,8 +3,9 @@
     python benchmarks/models/planted_diffs.py [--models digits_vit] [--each 10]
 
 In copies of a calibrated W8A8 simulation the scale of one site is multiplied by 1.01 or by 2, or one float of a bias
-or of a norm is moved by 1 %; both are written by ``sim.save`` and the folders are compared. *Found*: the planted name
-alone is in the difference. *Equal*: differences of two folders of the same simulation.
+or of a norm is moved by 1 %; both are written by ``sim.save`` and the folders are compared. *Found*: the planted name, and
+the sites that share its encoding, are all that the difference names. *Equal*: differences of two folders of the same
+simulation.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main() -> None:
                 changed, encoding = copy.deepcopy(sim), sim.encodings()[site]
                 factor = (1.01, 2.0)[index % 2]
                 changed.quantizers[site].load_encoding(replace(encoding, scale=encoding.scale * factor))
-                scales += named(first, changed) == [site]
+                sharing = [each.name for each, plan in sim.plan.items() if (plan.leader or each).name == site]
+                scales += named(first, changed) == sharing
             for parameter in chosen[1]:
                 changed = copy.deepcopy(sim)
                 with torch.no_grad():

@@ -15,7 +15,7 @@ def test_it_prints_and_writes_every_difference():
     record = json.loads(json.dumps(diff.to_json(), allow_nan=False))
     assert record["differs"]
     assert record["sites"][1] == {"site": "fc:out", "change": "int8 → int16", "steps": None, "flipped": None,
-                                  "elements": None}
+                                  "elements": None, "moved": None}
 
 
 def test_equal_models_are_no_difference_and_other_outputs_are_one():
