@@ -120,10 +120,11 @@ def main() -> None:
             for max_drop in arguments.drops:
                 rows.append(measured(kept, name, setting, max_drop, arguments))
                 print(*rows[-1], flush=True)
-    columns = (Column("model"), Column("setting"), Column("max_drop", number=True), Column("hindsight"),
-               Column("× float ms", number=True), Column("its drop", number=True), Column("rungs, × float ms"), Column("promised", number=True), Column("broken", number=True),
-               Column("broken by means", number=True), Column("at most one rung dearer", number=True),
-               Column("at most one step later", number=True))
+    numbers = ("max_drop", "× float ms", "its drop", "promised", "broken", "broken by means", "at most one rung dearer",
+               "at most one step later")
+    headings = ("model", "setting", "max_drop", "hindsight", "× float ms", "its drop", "rungs, × float ms", "promised",
+                "broken", "broken by means", "at most one rung dearer", "at most one step later")
+    columns = tuple(Column(name, number=name in numbers) for name in headings)
     print(Table(f"qtk.quantize over {arguments.resplits} resplits, {arguments.samples} samples each", columns,
                 tuple(rows)).text())
 

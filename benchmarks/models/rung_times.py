@@ -1,4 +1,4 @@
-"""Estimated against measured: how long ONNX Runtime takes with the settings that ``qtk.quantize`` orders by an estimate.
+"""Estimated and measured: how long ONNX Runtime takes with the settings that ``qtk.quantize`` orders by an estimate.
 
     python benchmarks/models/rung_times.py [--models digits_vit] [--target onnxruntime]
 

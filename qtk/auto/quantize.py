@@ -102,8 +102,8 @@ def quantize(
     >>> print(account.end)  # doctest: +ELLIPSIS
     reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the search has not seen
 
-    What costs nothing at run time is tried first: plain calibration, ranges without outliers, equalization, SmoothQuant,
-    layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take with each
+    What costs nothing at run time is tried first: plain calibration, ranges without outliers, equalization,
+    SmoothQuant, layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take with each
     (``qtk.auto.run_time``), the sites that lose most, up to half of all, are left in 16 bits, or in float where the
     target has no fast kernels for them; and for a shipped target whose runtime quantizes activations at run time as
     well, that is tried with 8 bits, second and measured beside plain calibration where it takes about the same time.

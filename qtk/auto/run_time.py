@@ -17,8 +17,10 @@ from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import is_float
+from qtk.nn.attention import Attention
 from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Role, Scaling
+from qtk.operators.targets import called_module
 
 PRODUCTS = ("conv", "conv_transpose", "linear", "matmul")
 
@@ -44,7 +46,6 @@ class RunTime:
 
     def __init__(self, kernels: Kernels | None) -> None:
         self._kernels = kernels or BY_BITS
-        self._calls: dict[str, tuple[int, float]] = {}
 
     def ratio(self, simulation: Simulation, run: Callable[[], object]) -> float | None:
         """The time of a simulation over the time of the float model; ``None`` of a model without ops of floats.
@@ -52,7 +53,7 @@ class RunTime:
         A product takes time by its multiplications, another op by the elements of its result. An op whose operands are
         quantized computes in integers where the runtime has such a kernel and the widths fit; elsewhere each operand is
         dequantized first, and a result that is quantized is quantized behind it. Rectifiers and clamps behind a product
-        or a sum cost nothing; nor does data movement.
+        or a sum cost nothing; nor does data movement. A recurrent layer or attention in float counts by its products.
 
         Args:
             simulation: calibrated.
@@ -61,16 +62,11 @@ class RunTime:
         calls = GraphCalls(simulation.model)
         with calls.listening(), torch.no_grad():
             run()
-            for path, graph in graphs(simulation.model).items():  # those of composites in float do not run
-                if graph in calls.counts:
-                    self._calls[path] = calls.counts[graph], calls.longer[graph]
-            total = in_float = 0.0
-            for path, graph in graphs(simulation.model).items():
-                if path in self._calls:
-                    count, longer = self._calls[path]
-                    ops = _Ops(graph, self._kernels, calls if graph in calls.counts else None, simulation, longer)
-                    total += count * ops.time
-                    in_float += count * ops.float_time
+            found = {graph: _Ops(graph, self._kernels, calls, simulation)
+                     for graph in graphs(simulation.model).values() if graph in calls.counts}
+        whole = {nested for ops in found.values() for nested in ops.composites}
+        total = sum(calls.counts[graph] * ops.time for graph, ops in found.items())
+        in_float = sum(calls.counts[graph] * ops.float_time for graph, ops in found.items() if graph not in whole)
         return total / in_float if in_float else None
 
 
@@ -80,12 +76,12 @@ class _Ops:
     Attributes:
         time: of one call, as simulated.
         float_time: of one call in float.
+        composites: the graphs of the ops that ``float_time`` has as wholes.
     """
 
-    def __init__(
-        self, graph: CapturedGraph, kernels: Kernels, calls: GraphCalls | None, simulation: Simulation, longer: float
-    ) -> None:
-        self._flow, self._kernels, self._calls, self._longer = Flow(graph.graph), kernels, calls, longer
+    def __init__(self, graph: CapturedGraph, kernels: Kernels, calls: GraphCalls, simulation: Simulation) -> None:
+        self._flow, self._kernels, self._calls, self._longer = Flow(graph.graph), kernels, calls, calls.longer[graph]
+        self.composites: set[CapturedGraph] = set()
         plan = simulation.plan
         self._plans = {simulation.quantizers[site]: plan[site] for site in leaders(plan)}
         self._in_integers: set[fx.Node] = set()
@@ -96,8 +92,10 @@ class _Ops:
                 self._quantize(node, self._plans.get(quantizer))
             elif node.op == "output":
                 self._dequantize([each for each in node.all_input_nodes if is_float(each)])
+            elif nested := nested_graphs(node):
+                self._add_composite(node, set(nested.values()))
             elif (row := row_of(node)) is not None and row.role in (Role.COMPUTE, Role.MERGE) and (
-                not nested_graphs(node) and not self._flow.is_static(node) and is_float(node)
+                not self._flow.is_static(node) and is_float(node)
             ):
                 self._add(node, row)
 
@@ -127,6 +125,25 @@ class _Ops:
                 return
         self.time += units * kernel.float
         self._dequantize(operands)
+
+    def _add_composite(self, node: fx.Node, nested: set[CapturedGraph]) -> None:
+        """Adds the products of a recurrent layer or of attention in float, unless its parts run and count themselves."""
+        values = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+        weights = [each for each in values if self._flow.is_parameter(each) and each.meta["val"].ndim > 1]
+        is_attention = isinstance(called_module(node), Attention)
+        if is_attention:  # queries, keys and values [..., tokens, features]
+            keys = MatrixProduct.lengths_of(values[1].meta["val"], self._longer)[-2]
+            time = 2 * keys * self._elements(values[0]) * self._kernels.row(("matmul", "matmul")).float
+        elif weights:
+            rows = self._elements(node) / self._lengths(node)[-1]
+            time = rows * sum(map(self._elements, weights)) * self._kernels.row(("linear", "linear")).float
+        else:
+            return
+        self.composites |= nested
+        self.float_time += time
+        if not any(graph in self._calls.counts for graph in nested):
+            self.time += time
+            self._dequantize(values)
 
     def _quantize(self, node: fx.Node, plan: SitePlan | None) -> None:
         """Adds the time to quantize a value, unless the op that makes it does, it is static, or its readers do."""
@@ -169,12 +186,15 @@ class _Ops:
 
     def _plan(self, value: fx.Node) -> SitePlan | None:
         """How a value is quantized; ``None`` of floats."""
-        quantizer = None if self._calls is None else self._calls.made_by(value)
+        quantizer = self._calls.made_by(value)
         return None if quantizer is None else self._plans.get(quantizer)
 
     def _elements(self, value: fx.Node) -> float:
+        return float(math.prod(self._lengths(value)))
+
+    def _lengths(self, value: fx.Node) -> list[int]:
+        """The shape of a value, or of the first of several; [0] of anything else."""
         found = value.meta.get("val")
         while isinstance(found, (list, tuple)) and found:
             found = found[0]
-        return math.prod(MatrixProduct.lengths_of(found, self._longer)) if isinstance(found, Tensor) else 0.0
-
+        return MatrixProduct.lengths_of(found, self._longer) if isinstance(found, Tensor) else [0]

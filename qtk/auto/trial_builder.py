@@ -23,6 +23,7 @@ from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
 from qtk.workflow.transforms import transform
 
+
 @dataclass(frozen=True, slots=True)
 class TrialBuilder:
     """What all trials have in common.

@@ -15,7 +15,7 @@ NORMS = (Scaling.SCALE_SHIFT, Scaling.CHANNEL_NORM)
 
 
 def channel_axis(flow: Flow, value: fx.Node) -> int | None:
-    """The axis that a matrix product behind a value sums over; ``None`` if none does, or a reshape mixed it with others.
+    """The axis that a matrix product behind a value sums over; ``None`` if none does, or if a reshape mixed it.
 
     Readers are followed through movement, quantizers and ops whose result has the shape of the value: sums, activation
     functions, norms, whose own axis counts too. Where no reader tells it, the product that makes the value does, by the

@@ -88,7 +88,8 @@ class QuantizationDiff:
         columns = (Column("site"), Column("change"), Column("moved, steps", number=True),
                    Column("codes flipped", number=True))
         rows = tuple(
-            (each.site, each.change if each.moved is None else f"{each.change}, by up to {each.moved:.2g} of its largest",
+            (each.site,
+             each.change if each.moved is None else f"{each.change}, by up to {each.moved:.2g} of its largest",
              "" if each.steps is None else f"{each.steps:.3g}",
              "" if each.flipped is None else f"{each.flipped:,} of {each.elements:,}") for each in self.sites
         )

@@ -33,7 +33,7 @@ class QuantizedSource:
         name: in messages.
         encodings: site → encoding.
         constants: site of a weight → its quantized value, float32.
-        parameters: name → float parameter or buffer that has no site of its own, such as a bias or the weight of a norm.
+        parameters: name → float parameter or buffer without a site of its own, as a bias or the weight of a norm.
         dynamic: site of dynamic quantization → spec.
         model: what runs; ``None`` of files.
         files: the ONNX files, by the name that their sites have in front.

@@ -7,7 +7,6 @@ from torch import nn
 import qtk
 from qtk.auto.run_time import BY_BITS, MOVED, RunTime
 from qtk.config.runtime import KernelRow, Kernels, Rates
-from qtk.demo.models import build
 
 KERNELS = Kernels(source="test", rows=(KernelRow(op=("linear",), float=1.0, integer=0.5, dynamic=0.6),
                                        KernelRow(op=("add",), float=3.0, integer=2.0)),
@@ -78,16 +77,24 @@ def test_time_goes_by_bits_where_no_kernel_was_measured():
     assert narrow < wide < 1.1
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 16, bidirectional=True, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(self.gru(x)[0])
+
+
 @pytest.mark.medium
-def test_steps_of_recurrent_nets_count_and_what_is_left_in_float_costs_as_much_as_float():
+def test_a_recurrent_layer_counts_by_its_products_where_it_computes_in_float():
     torch.manual_seed(0)
-    net, x = build("digits_gru"), torch.rand(2, 1, 8, 8)
-    estimate = RunTime(None)
-    config = {"version": 1, "extends": "default", "rules": [{"match": {"op": "gru"}, "weight": "float",
-                                                             "output": "float"}]}
-    found = []
-    for settings in ({}, {"config": config}):
-        sim = qtk.QuantSim(net, x, **settings)
-        sim.compute_encodings([x], progress=False)
-        found.append(estimate.ratio(sim.simulation, lambda sim=sim: sim.model(x)))
-    assert found[0] < found[1]
+    x = torch.randn(2, 5, 8)
+    rules = [{"match": {"op": "gru"}, "weight": "float", "inside": "float"},
+             {"match": {"path": "*"}, "output": "float"}, {"match": {"op": "linear"}, "input": {"dynamic": True}}]
+    sim = qtk.QuantSim(Recurrent().eval(), x, config={"version": 1, "rules": rules})
+    sim.compute_encodings([x], progress=False)
+    layer, head = 2 * 5 * 2 * 3 * 16 * (8 + 16), 2 * 5 * 32 * 8  # samples, steps, directions, gates
+    kernels = KERNELS.model_copy(update={"rows": (*KERNELS.rows, KernelRow(op=("gru",), float=99.0))})
+    found = RunTime(kernels).ratio(sim.simulation, lambda: sim.model(x))
+    assert found == pytest.approx((layer + 0.6 * head + 7 * 2 * 5 * 32) / (layer + head))

@@ -132,7 +132,7 @@ def test_one_file_is_compared_in_two_runtimes(tmp_path):
     noise = float((runs[0] - runs[1]).square().sum())
     sqnr = math.inf if noise == 0 else 10 * math.log10(float(runs[0].square().sum()) / noise)
     assert found.outputs.sqnr_db == pytest.approx(sqnr, abs=0.1)
-    with pytest.raises(EncodingError, match="runtimes run two single ONNX files on data; got .* and no data"):
+    with pytest.raises(EncodingError, match=r"runtimes run two single ONNX files on data; got .* and no data"):
         qtk.diff(file, file, runtimes=("onnxruntime-off", "onnxruntime-on"))
     with pytest.raises(EncodingError, match="got the simulation"):
         qtk.diff(SIM, file, [X], runtimes=("onnxruntime-off", "onnxruntime-on"))
