@@ -3,8 +3,8 @@
     python benchmarks/models/planted_diffs.py [--models digits_vit] [--each 10]
 
 In copies of a calibrated W8A8 simulation the scale of one site is multiplied by 1.01 or by 2, or one float of a bias
-or of a norm is moved by 1 %; both are written by ``sim.save`` and the folders are compared. *Found*: the planted name and
-the sites that share its encoding are all that the difference names. *Equal*: differences of two folders of the same
+or of a norm is moved by 1 %; both are written by ``sim.save`` and the folders are compared. *Found*: the planted name
+and the sites that share its encoding are all that the difference names. *Equal*: differences of two folders of the same
 simulation.
 """
 

@@ -99,16 +99,17 @@ def quantize(
     >>> sim, account = qtk.quantize(model, batches, evaluate=is_right, max_drop=0.05, labels=wanted, progress=False)
     >>> account.reached, account.best.bound < 0.05
     (True, True)
-    >>> print(account.end)  # doctest: +ELLIPSIS
-    reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the search has not seen
+    >>> print(account.end)  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+    reached by min_max, about ... × float ms: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the
+    search has not seen
 
     What costs nothing at run time is tried first: plain calibration, ranges without outliers, equalization,
-    SmoothQuant, layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take with each
-    (``qtk.auto.run_time``), the sites that lose most, up to half of all, are left in 16 bits, or in float where the
-    target has no fast kernels for them; and for a shipped target whose runtime quantizes activations at run time as
-    well, that is tried with 8 bits, second and measured beside plain calibration where it takes about the same time.
-    A step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with it
-    does not.
+    SmoothQuant, layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take
+    with each (``qtk.auto.run_time``), the sites that lose most, up to half of all, are left in 16 bits, or in float
+    where the target has no fast kernels for them; and for a shipped target whose runtime quantizes activations at run
+    time as well, that is tried with 8 bits, second and measured beside plain calibration where it takes about the same
+    time. A step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with
+    it does not.
 
     Args:
         model: a float model, or a prepared one; it stays as it is.
@@ -343,17 +344,18 @@ class _Run:
         assert best is not None
         assert best.drop is not None
         promised, count = "", 0 if self.promise is None else self.promise.judges
+        found = str(self.best) if best.run_time is None else f"{self.best}, about {best.run_time:.2f} × float ms"
         if best.bound is not None:
             promised = (f": the drop is at most {best.bound:.4g} with a confidence of {self.account.confidence:g}, by "
                         f"{count} samples the search has not seen")
         if self.account.reached:
-            return f"reached by {self.best}{promised}"
+            return f"reached by {found}{promised}"
         if best.bound is not None and best.drop <= self.account.max_drop:
             needed = "" if self.account.needed is None else (
                 f"; about {self.account.needed} samples, scored by evaluate, would show {self.account.max_drop:g}")
-            return f"not promised, {best.drop:.4g} measured where the search looks, by {self.best}{promised}{needed}"
+            return f"not promised, {best.drop:.4g} measured where the search looks, by {found}{promised}{needed}"
         why = "the time is over" if late else "nothing else is left to try"
-        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self.best}{promised}; give more bits, a "
+        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {found}{promised}; give more bits, a "
                 "larger max_drop, more data, or train the simulation (docs/qat.md)")
 
 

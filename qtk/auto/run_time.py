@@ -127,7 +127,7 @@ class _Ops:
         self._dequantize(operands)
 
     def _add_composite(self, node: fx.Node, nested: set[CapturedGraph]) -> None:
-        """Adds the products of a recurrent layer or of attention in float, unless its parts run and count themselves."""
+        """Adds the products of a recurrent layer or of attention in float, unless its parts run and are counted."""
         values = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
         weights = [each for each in values if self._flow.is_parameter(each) and each.meta["val"].ndim > 1]
         is_attention = isinstance(called_module(node), Attention)
