@@ -77,7 +77,7 @@ class Kept:
             self.rankings[choices] = self.builder.ranking(choices)
         return self.rankings[choices]
 
-    def price(self, choices: Choices) -> float:
+    def price(self, choices: Choices, sim: SimpleNamespace | None = None) -> float:
         return self.builder.price(choices)
 
     def error(self, model: nn.Module) -> float:

@@ -298,7 +298,7 @@ class _Run:
         try:
             sim = self.builder.simulation(choices)
             size = footprint(sim.model).quantized_bytes
-            run_time = self.builder.price(choices)
+            run_time = self.builder.price(choices, sim)
             error = self.judge.error(sim.model)
             if self.metric is None:
                 drop = error

@@ -82,19 +82,24 @@ class TrialBuilder:
                 gains[name] = max(gain, gains.get(name, 0.0))
         return sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
 
-    def price(self, choices: Choices) -> float:
+    def price(self, choices: Choices, sim: QuantSim | None = None) -> float:
         """About how long a call takes over float's with these settings, see ``RunTime``; inf if they cannot be built.
 
         Ranges and rounding change nothing of it, so that one batch calibrates. It is 1 of a model without floats.
+
+        Args:
+            choices: the settings.
+            sim: a simulation with them; ``None``: one is made.
         """
         key = choices.dynamic, choices.precise
         if key not in self._prices:
             run, batch = run_batch if self.forward is None else self.forward, next(iter(self.batches))
             try:
-                sim = self._planned("min_max", self._config(choices))
-                sim.compute_encodings(like(self.batches, [batch]), forward=self.forward, valid=self.valid,
-                                      progress=False)
-                ratio = self._run_times.ratio(sim.simulation, lambda: run(sim.model, batch))
+                made = sim or self._planned("min_max", self._config(choices))
+                if sim is None:
+                    made.compute_encodings(like(self.batches, [batch]), forward=self.forward, valid=self.valid,
+                                           progress=False)
+                ratio = self._run_times.ratio(made.simulation, lambda: run(made.model, batch))
             except QtkError:  # whose reason the trial tells
                 ratio = math.inf
             self._prices[key] = 1.0 if ratio is None else ratio

@@ -104,5 +104,7 @@ def test_prices_are_the_times_of_run_time_and_those_that_cannot_be_built_are_inf
     assert sim.config == load_config("dynamic")
     ratio = RunTime(load_config("onnxruntime").runtime.kernels).ratio(sim.simulation, lambda: sim.model(BATCHES[0]))
     assert trials.price(dynamic) == pytest.approx(ratio)
+    fresh = builder("onnxruntime", weight_bits=8, dynamic=load_config("dynamic"))
+    assert fresh.price(dynamic, sim) == trials.price(dynamic)
     assert trials.price(Choices("mse", ("equalize",), ("gptq",))) == trials.price(plain)
     assert trials.price(Choices("min_max", precise=tuple(trials.simulation(plain).quantizers))) == math.inf
