@@ -79,9 +79,9 @@ def diff(
     if len(one.files) != 1 or len(other.files) != 1:
         return QuantizationDiff(one.name, other.name, differences, _outputs(one, other, batches, forward))
     opened = [_opened(each, name) for each, name in zip((one, other), runtimes or DEFAULT, strict=True)]
-    names = [each.name if runtimes is None else f"{each.name} in {file.runtime}"
-             for each, file in zip((one, other), opened, strict=True)]
-    return QuantizationDiff(*names, differences, _compared([_run(each, batches) for each in opened]))
+    before, after = (each.name if runtimes is None else f"{each.name} in {file.runtime}"
+                     for each, file in zip((one, other), opened, strict=True))
+    return QuantizationDiff(before, after, differences, _compared([_run(each, batches) for each in opened]))
 
 
 def _sites(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDifference]:
