@@ -118,9 +118,7 @@ class _Ops:
             rate = kernel.dynamic if is_dynamic else kernel.integer
             if rate is not None and (row.product is not None or self._is_quantized(node)):
                 self.time += units * rate * max(8, *(spec.dtype.bits for spec in specs)) / 8
-                if is_dynamic:
-                    self.time += self._elements(operands[0]) * self._kernels.quantize
-                else:
+                if not is_dynamic:
                     self._in_integers.add(node)
                 return
         self.time += units * kernel.float

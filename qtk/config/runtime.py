@@ -194,7 +194,7 @@ class Rates(Frozen):
     Args:
         float: for a multiplication of a matrix product, or for an element of the result of another op.
         integer: the same in 8-bit integers; ``None``: the runtime dequantizes, and computes in float.
-        dynamic: the same where it quantizes the data at run time; ``None``: likewise.
+        dynamic: the same where it quantizes the data at run time, with the time that this takes; ``None``: likewise.
     """
 
     float: Cost

@@ -51,8 +51,8 @@ def diff(
     [('1:out', 'range', True)]
 
     Folders of ``sim.save``, of ``sim.export``, of ``qtk quantize``, and single ``.onnx`` and ``encodings.json`` files
-    are compared by the names of their sites, and by those of the float parameters that both have, such as biases and
-    the weights of norms. Outputs are compared where both run on the data: two simulations, or two ONNX files, in ONNX
+    are compared by the names of their sites and of the float parameters that both have, such as biases and the weights
+    of norms. Outputs are compared where both run on the data: two simulations, or two ONNX files, in ONNX
     Runtime without optimizations or in the ``runtimes`` that you say, of the same file too:
     ``qtk.diff(file, file, batches, runtimes=("onnxruntime-off", "onnxruntime-on"))``.
 
