@@ -5,9 +5,10 @@
 ``minilm``: a sentence encoder (BERT, 6 blocks) of the folder, with ``transformers``; its loader gives dicts of token
 ids and mask, padded to the longest sentence of each batch: paragraphs of ``docs/``. ``crnn``: a convolutional net with
 a bidirectional LSTM and CTC, trained here on lines of three to six handwritten digits, whose loader gives (images,
-labels) of different widths; its drop is that of the lines read right. ``detector``: boxes from a softmax over distances
-and scores, on images of different sizes, weights random. Drop without a metric: the error of the outputs on held-out
-batches, 0.01 for 20 dB. Target ``onnxruntime``; nothing is passed to ``qtk.quantize`` but model, loader and metric.
+labels) of different widths; its metric is the share of the lines read right. ``detector``: boxes from a softmax over
+distances and scores, on images of different sizes, weights random. Drop without a metric: the error of the outputs
+on held-out batches, 0.01 for 20 dB. Target ``onnxruntime``; nothing is passed to ``qtk.quantize`` but model, loader and
+metric.
 """
 
 from __future__ import annotations
