@@ -2,9 +2,10 @@
 
     python benchmarks/models/data_report_digits.py [--models digits_vit] [--parts sizes odd made]
 
-``sizes``: the number of batches that ``sim.data_report`` recommends, beside the one from which on top-1 of the 540 test
-images is that of all batches, to two images. ``odd``: one batch of twelve is changed, in twenty ways; batches named,
-and batches named wrongly with and without it. ``made``: W8A8 from ``qtk.synthetic_batches`` alone.
+``sizes``: the number of batches that ``sim.data_report`` recommends, beside the number from which on top-1 of the 540
+test images is as with all batches, to two images; None, more than there are, counts as all. ``odd``: one batch of
+twelve is changed, in twenty ways; batches named, and batches named wrongly with and without it. ``made``: W8A8 from
+``qtk.synthetic_batches`` alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ def sizes(name: str, bits: int, batch_size: int, seed: int) -> tuple[str, ...]:
     moving = [index for index, each in enumerate(found) if abs(each - found[-1]) > IMAGES + 1e-9]
     first = report.sizes[moving[-1] + 1 if moving else 0].batches
     shown = " ".join(f"{each:.1%}" for each in found)
-    ratio = "" if report.recommended is None else f"{report.recommended / first:g}"
+    ratio = f"{(report.recommended or report.sizes[-1].batches) / first:g}"
     return name, f"A{bits}", f"{batch_size}", str(report.recommended), str(first), ratio, shown
 
 
@@ -114,10 +116,12 @@ def main() -> None:
         rows = []
         for name in arguments.models:
             if part == "sizes":
-                rows += [sizes(name, bits, *data) for bits in (4, 8) for data in ((8, 0), (16, 1))]
+                runs = [partial(sizes, name, bits, *data) for bits in (4, 8) for data in ((8, 0), (16, 1))]
             else:
-                rows.append({"odd": odd, "made": made}[part](name))
-            print(*rows[-1], flush=True)
+                runs = [partial({"odd": odd, "made": made}[part], name)]
+            for run in runs:
+                rows.append(run())
+                print(*rows[-1], flush=True)
         title, headings = PARTS[part]
         print(Table(title, tuple(map(Column, headings)), tuple(rows)).text())
 

@@ -5,13 +5,15 @@
 Each setting of the search is simulated once for a model, and its scores on all digits but those that calibrate are
 kept; each resplit draws the samples that ``evaluate`` sees and runs the search on the kept scores. The true drop of a
 setting is that of all of these digits. *By means* is the search without a promise, on the same samples. Hindsight
-picks the first setting whose true drop is small enough; a rung is what a setting costs at run time (``rung``), a step
-whatever is tried.
+picks the first setting whose true drop is small enough. A step is whatever is tried, a rung all steps of the ladder
+that take the same time in the target's runtime, as the ladder estimates it: rungs are counted between the setting that
+is found and hindsight's.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import math
 import time
 import warnings
@@ -48,8 +50,8 @@ class Kept:
         self.images = torch.cat([split.train_images[CALIBRATED:], split.test_images])
         self.labels = torch.cat([split.train_labels[CALIBRATED:], split.test_labels])
         prepared = qtk.prepare_model(build(name), batches[0])
-        weight_bits, activation_bits = SETTINGS[setting]
-        self.builder = TrialBuilder(prepared, batches[0], load_config(target), weight_bits, activation_bits,
+        self.weight_bits, self.activation_bits = SETTINGS[setting]
+        self.builder = TrialBuilder(prepared, batches[0], load_config(target), self.weight_bits, self.activation_bits,
                                     batches[:-2])
         self.judge = FloatOutputs(prepared, batches[-2:], None)
         self.in_float = self.scores(prepared)
@@ -75,8 +77,8 @@ class Kept:
             self.rankings[choices] = self.builder.ranking(choices)
         return self.rankings[choices]
 
-    def relative_cost(self, sim: SimpleNamespace) -> None:
-        return None
+    def price(self, choices: Choices, sim: SimpleNamespace | None = None) -> float:
+        return self.builder.price(choices)
 
     def error(self, model: nn.Module) -> float:
         return self.known[model.choices][1]
@@ -118,22 +120,26 @@ def main() -> None:
             for max_drop in arguments.drops:
                 rows.append(measured(kept, name, setting, max_drop, arguments))
                 print(*rows[-1], flush=True)
-    columns = (Column("model"), Column("setting"), Column("max_drop", number=True), Column("hindsight"),
-               Column("its drop", number=True), Column("promised", number=True), Column("broken", number=True),
-               Column("broken by means", number=True), Column("at most one rung dearer", number=True),
-               Column("at most one step later", number=True))
+    numbers = ("max_drop", "× float ms", "its drop", "promised", "broken", "broken by means", "at most one rung dearer",
+               "at most one step later")
+    headings = ("model", "setting", "max_drop", "hindsight", "× float ms", "its drop", "rungs, × float ms", "promised",
+                "broken", "broken by means", "at most one rung dearer", "at most one step later")
+    columns = tuple(Column(name, number=name in numbers) for name in headings)
     print(Table(f"qtk.quantize over {arguments.resplits} resplits, {arguments.samples} samples each", columns,
                 tuple(rows)).text())
 
 
-def rung(choices: Choices) -> int:
-    """What a setting costs at run time: 0 where all is quantized as asked, then how often precise sites doubled."""
-    return len(choices.precise).bit_length()
+def rungs(kept: Kept) -> list[float]:
+    """The run times over float of the ladder's rungs, all of it tried, the cheapest first."""
+    whole = kept.run(-math.inf, slice(None), promises=False)
+    return sorted({trial.run_time for trial in whole.account.trials if trial.run_time is not None})
 
 
 def measured(kept: Kept, name: str, setting: str, max_drop: float, arguments: argparse.Namespace) -> tuple[str, ...]:
     hindsight = kept.run(max_drop, slice(None), promises=False)
     best = len(hindsight.account.trials) if hindsight.account.reached else math.inf
+    prices = rungs(kept)
+    limit = bisect.bisect_right(prices, kept.price(hindsight.best)) + 1  # one rung dearer
     promised = broken = by_means = near = soon = 0
     for seed in range(arguments.resplits):
         order = torch.randperm(len(kept.in_float), generator=torch.Generator().manual_seed(seed))
@@ -142,14 +148,15 @@ def measured(kept: Kept, name: str, setting: str, max_drop: float, arguments: ar
         is_kept = kept.drop(run.best) <= max_drop
         promised += run.account.reached
         broken += run.account.reached and not is_kept
-        near += run.account.reached and rung(run.best) <= rung(hindsight.best) + 1
+        near += run.account.reached and bisect.bisect_left(prices, kept.price(run.best)) < limit
         soon += run.account.reached and len(run.account.trials) <= best + 1
         plain = kept.run(max_drop, order[:arguments.samples], promises=False)
         by_means += plain.account.reached and not kept.drop(plain.best) <= max_drop
     count = arguments.resplits
     assert hindsight.best is not None
     shares = promised / count, broken / count, by_means / count, near / count, soon / count
-    return (name, setting, f"{max_drop:.1%}", str(hindsight.best), f"{kept.drop(hindsight.best):.2%}",
+    return (name, setting, f"{max_drop:.1%}", str(hindsight.best), f"{kept.price(hindsight.best):.2f}",
+            f"{kept.drop(hindsight.best):.2%}", " ".join(f"{each:.2f}" for each in prices),
             *(f"{share:.1%}" for share in shares))
 
 

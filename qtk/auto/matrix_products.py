@@ -57,8 +57,12 @@ class MatrixProduct:
 
     def lengths(self, value: fx.Node) -> list[int]:
         """The shape of the result or of an operand."""
-        return [length if isinstance(length, int) else round(length_hint(length) * self.longer)
-                for length in value.meta["val"].shape]
+        return self.lengths_of(value.meta["val"], self.longer)
+
+    @staticmethod
+    def lengths_of(value: Tensor, longer: float) -> list[int]:
+        """The shape of a value at capture, with dynamic axes that are ``longer`` times as long."""
+        return [length if isinstance(length, int) else round(length_hint(length) * longer) for length in value.shape]
 
 
 def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[MatrixProduct]:
@@ -69,7 +73,7 @@ def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[M
         run: calls its model once.
     """
     sites = {simulation.quantizers[site]: site for site in leaders(simulation.plan)}
-    calls, found = _Calls(simulation.model), []
+    calls, found = GraphCalls(simulation.model), []
     with calls.listening(), torch.no_grad():
         run()
     for graph in graphs(simulation.model).values():
@@ -90,7 +94,7 @@ def operand_ports(node: fx.Node) -> tuple[Port, Port]:
     return of_arg[data], next(of_arg[arg] for arg in row.weights if arg != data)
 
 
-class _Calls:
+class GraphCalls:
     """How often each graph runs, and which quantizers make what ops read, inside and outside of composites.
 
     ``counts``: graph → its calls. ``longer``: graph → how much longer its inputs are than at capture.

@@ -99,15 +99,17 @@ def quantize(
     >>> sim, account = qtk.quantize(model, batches, evaluate=is_right, max_drop=0.05, labels=wanted, progress=False)
     >>> account.reached, account.best.bound < 0.05
     (True, True)
-    >>> print(account.end)  # doctest: +ELLIPSIS
-    reached by min_max: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the search has not seen
+    >>> print(account.end)  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+    reached by min_max, about ... × float ms: the drop is at most 0.0... with a confidence of 0.95, by 900 samples the
+    search has not seen
 
-    First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
-    at last the sites that lose most, up to half of all, are left in 16 bits, or in float where the target has no fast
-    kernels for them. A step is kept if the error of the outputs falls on batches that calibration does not see, and the
-    metric with it does not. For a shipped target whose runtime quantizes activations at run time as well, that is tried
-    with 8 bits: second, and measured beside plain calibration, where it leaves nearly all products in integers, as of
-    transformers and recurrent nets; else, of convolutional nets, before sites are left precise.
+    What costs nothing at run time is tried first: plain calibration, ranges without outliers, equalization,
+    SmoothQuant, layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take
+    with each (``qtk.auto.run_time``), the sites that lose most, up to half of all, are left in 16 bits, or in float
+    where the target has no fast kernels for them; and for a shipped target whose runtime quantizes activations at run
+    time as well, that is tried with 8 bits, second and measured beside plain calibration where it takes about the same
+    time. A step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with
+    it does not.
 
     Args:
         model: a float model, or a prepared one; it stays as it is.
@@ -212,12 +214,12 @@ class _Run:
     def finish(self, first: Choices, *, progress: bool) -> Quantized:
         """Tries until the drop is met, nothing is left, or the time is over."""
         late = False
-        dynamic = None if self.builder.dynamic is None else self._keeps_integers
         steps = itertools.chain(
             [("plain calibration", first)],
-            ladder(lambda: self.best or first, self._ranked, dynamic, few_bits=all(
-                isinstance(bits, int) and bits <= FEW_BITS
-                for bits in (self.builder.weight_bits, self.builder.activation_bits)))
+            ladder(lambda: self.best or first, self._ranked, self.builder.price,
+                   dynamic=self.builder.dynamic is not None, few_bits=all(
+                       isinstance(bits, int) and bits <= FEW_BITS
+                       for bits in (self.builder.weight_bits, self.builder.activation_bits)))
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
             if self._leaves_out(step, choices):
@@ -250,13 +252,6 @@ class _Run:
         is_last_resort = step == DYNAMIC or choices.precise or self.best is None or self.log.find(choices) is not None
         return not is_last_resort and self._is_over(SEARCHED)
 
-    def _keeps_integers(self) -> bool:
-        """Whether dynamic quantization is as fast as far as can be seen; if no trial gave a simulation, it may be."""
-        if self.best is None:
-            return True
-        self.sim = self.sim or self.builder.simulation(self.best)  # none where the trial was read from the log
-        return self.builder.keeps_integers(self.sim)
-
     def _try(self, step: str, choices: Choices) -> None:
         before, measured, sim = self.sim, self.log.find(choices), None
         if measured is None:
@@ -278,7 +273,7 @@ class _Run:
             scores = _tensor(measured.scores)
             bound = self.promise.bound(scores) if self.promise.is_promising(scores) else None
         self.account.trials.append(Trial(step, measured.seconds, shown, drop, reason is None, reason,
-                                         measured.size_bytes, latency_ms, measured.cost, bound))
+                                         measured.size_bytes, latency_ms, measured.run_time, bound))
         if choices.dynamic and step == DYNAMIC and before is not None and sim is not None:
             self._time(before, sim)
 
@@ -298,12 +293,12 @@ class _Run:
     def _measured(self, step: str, choices: Choices) -> tuple[Measured, QuantSim | None]:
         """The result of a trial, and its simulation unless it failed."""
         begun = time.monotonic()
-        error = drop = sim = size = cost = scores = None
+        error = drop = sim = size = run_time = scores = None
         failure = None
         try:
             sim = self.builder.simulation(choices)
             size = footprint(sim.model).quantized_bytes
-            cost = self.builder.relative_cost(sim)
+            run_time = self.builder.price(choices, sim)
             error = self.judge.error(sim.model)
             if self.metric is None:
                 drop = error
@@ -312,9 +307,9 @@ class _Run:
         except OUT_OF_MEMORY:
             raise
         except Exception as raised:  # whatever a method, or a user's function, raises: others may do
-            error = drop = sim = size = cost = scores = None
+            error = drop = sim = size = run_time = scores = None
             failure = f"failed: {first_line(raised)}"
-        return Measured(time.monotonic() - begun, error, drop, failure, size, cost, scores), sim
+        return Measured(time.monotonic() - begun, error, drop, failure, size, run_time, scores), sim
 
     def _time(self, before: QuantSim, dynamic: QuantSim) -> None:
         """Notes how long a call of both takes in ONNX Runtime, if it can be measured here."""
@@ -349,17 +344,18 @@ class _Run:
         assert best is not None
         assert best.drop is not None
         promised, count = "", 0 if self.promise is None else self.promise.judges
+        found = str(self.best) if best.run_time is None else f"{self.best}, about {best.run_time:.2f} × float ms"
         if best.bound is not None:
             promised = (f": the drop is at most {best.bound:.4g} with a confidence of {self.account.confidence:g}, by "
                         f"{count} samples the search has not seen")
         if self.account.reached:
-            return f"reached by {self.best}{promised}"
+            return f"reached by {found}{promised}"
         if best.bound is not None and best.drop <= self.account.max_drop:
             needed = "" if self.account.needed is None else (
                 f"; about {self.account.needed} samples, scored by evaluate, would show {self.account.max_drop:g}")
-            return f"not promised, {best.drop:.4g} measured where the search looks, by {self.best}{promised}{needed}"
+            return f"not promised, {best.drop:.4g} measured where the search looks, by {found}{promised}{needed}"
         why = "the time is over" if late else "nothing else is left to try"
-        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self.best}{promised}; give more bits, a "
+        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {found}{promised}; give more bits, a "
                 "larger max_drop, more data, or train the simulation (docs/qat.md)")
 
 

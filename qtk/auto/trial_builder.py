@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qtk.analysis.sensitivity import sensitivity
 from qtk.auto.choices import Choices
-from qtk.auto.matrix_products import matrix_products
+from qtk.auto.run_time import RunTime
 from qtk.auto.site_rules import SiteRules
-from qtk.auto.widths import FLOAT_BITS
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.width import Width
 from qtk.data.forward_pass import Batch, Forward, run_batch
+from qtk.data.sequences import like
 from qtk.data.valid_tokens import Valid
-from qtk.operators.lookup import row_of
-from qtk.operators.op_row import Product
+from qtk.errors import QtkError
 from qtk.quantsim import QuantSim
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
 from qtk.workflow.transforms import transform
-
-MOST = 0.9
-"""The share of the multiplications in integers that dynamic quantization must keep to be tried early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,12 @@ class TrialBuilder:
     forward: Forward | None = None
     valid: Valid | None = None
     dynamic: QuantConfig | None = None
+    _run_times: RunTime = field(init=False)
+    _prices: dict[tuple[bool, tuple[str, ...]], float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        runtime = self.config.runtime
+        object.__setattr__(self, "_run_times", RunTime(None if runtime is None else runtime.kernels))
 
     def simulation(self, choices: Choices) -> QuantSim:
         """The simulation with these settings. Raises: QtkError if one of them cannot be applied."""
@@ -80,36 +82,28 @@ class TrialBuilder:
                 gains[name] = max(gain, gains.get(name, 0.0))
         return sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
 
-    def keeps_integers(self, sim: QuantSim) -> bool:
-        """Whether dynamic quantization computes in integers nearly all that ``sim`` does, of this target.
+    def price(self, choices: Choices, sim: QuantSim | None = None) -> float:
+        """About how long a call takes over float's with these settings, see ``RunTime``; inf if they cannot be built.
 
-        It leaves convolutions, and products of two activations, in float.
+        Ranges and rounding change nothing of it, so that one batch calibrates. It is 1 of a model without floats.
+
+        Args:
+            choices: the settings.
+            sim: a simulation with them; ``None``: one is made.
         """
-        run = run_batch if self.forward is None else self.forward
-        in_both = in_plan = 0
-        for product in matrix_products(sim.simulation, lambda: run(sim.model, next(iter(self.batches)))):
-            data, other = product.operands
-            if data is not None and other is not None:
-                row = row_of(product.node)
-                assert row is not None
-                is_kept = sim.plan[other].static and row.product not in (Product.CONV, Product.CONV_TRANSPOSE)
-                in_plan += product.multiplications
-                in_both += product.multiplications if is_kept else 0
-        return in_both >= MOST * in_plan
-
-    def relative_cost(self, sim: QuantSim) -> float | None:
-        """About how long the matrix products of ``sim`` take over those in float; ``None`` of a model without any.
-
-        A product counts by its multiplications and the bits of its wider operand, 32 of one that is not quantized and 8
-        at least: runtimes have no faster kernels for fewer.
-        """
-        run = run_batch if self.forward is None else self.forward
-        cost = in_float = 0.0
-        for product in matrix_products(sim.simulation, lambda: run(sim.model, next(iter(self.batches)))):
-            bits = [FLOAT_BITS if site is None else sim.plan[site].spec.dtype.bits for site in product.operands]
-            in_float += FLOAT_BITS * product.multiplications
-            cost += max(8, *bits) * product.multiplications
-        return cost / in_float if in_float else None
+        key = choices.dynamic, choices.precise
+        if key not in self._prices:
+            run, batch = run_batch if self.forward is None else self.forward, next(iter(self.batches))
+            try:
+                made = sim or self._planned("min_max", self._config(choices))
+                if sim is None:
+                    made.compute_encodings(like(self.batches, [batch]), forward=self.forward, valid=self.valid,
+                                           progress=False)
+                ratio = self._run_times.ratio(made.simulation, lambda: run(made.model, batch))
+            except QtkError:  # whose reason the trial tells
+                ratio = math.inf
+            self._prices[key] = 1.0 if ratio is None else ratio
+        return self._prices[key]
 
     def _base(self, choices: Choices) -> QuantConfig:
         return self.config if not choices.dynamic or self.dynamic is None else self.dynamic

@@ -24,7 +24,7 @@ class Measured:
         drop: of the metric; ``None`` if it was not evaluated.
         failure: why it failed; ``None`` if it did not.
         size_bytes: of the parameters; ``None`` if it failed.
-        cost: of its matrix products, over float's; ``None`` if it failed.
+        run_time: about how long a call takes over float's; ``None`` if it failed.
         scores: of the samples, where ``evaluate`` gives one for each.
     """
 
@@ -33,7 +33,7 @@ class Measured:
     drop: float | None = None
     failure: str | None = None
     size_bytes: int | None = None
-    cost: float | None = None
+    run_time: float | None = None
     scores: list[float] | None = None
 
 

@@ -151,12 +151,17 @@ def diff(
         str | None, typer.Option(help="module:callable that returns batches (inputs, label), for the outputs.")
     ] = None,
     num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
+    runtimes: Annotated[
+        str | None, typer.Option(help="What runs file A, and what file B: two of onnxruntime-off, onnxruntime-on, "
+                                      "openvino, with a comma between.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Show what differs: encodings, codes of weights, outputs. The exit code is 1 if anything does."""
+    """Show what differs: encodings, weights, float parameters, outputs. The exit code is 1 if anything does."""
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
-        equal = differing.diff(first, second, results_console(), data=data, num_batches=num_batches, as_json=as_json)
+        equal = differing.diff(first, second, results_console(), data=data, num_batches=num_batches, as_json=as_json,
+                               runtimes=runtimes)
     if not equal:
         raise typer.Exit(1)
 

@@ -27,6 +27,7 @@ from qtk.registry import nearest
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+Cost = Annotated[float, Field(gt=0)]
 FileFormat = Literal["onnx", "pt2e", "encodings"]
 
 
@@ -187,6 +188,55 @@ RuntimeRule = Annotated[
 ]
 
 
+class Rates(Frozen):
+    """How long a kernel takes; the unit is one of all kernels of a runtime, such as picoseconds.
+
+    Args:
+        float: for a multiplication of a matrix product, or for an element of the result of another op.
+        integer: the same in 8-bit integers; ``None``: the runtime dequantizes, and computes in float.
+        dynamic: the same where it quantizes the data at run time, with the time that this takes; ``None``: likewise.
+    """
+
+    float: Cost
+    integer: Cost | None = None
+    dynamic: Cost | None = None
+
+
+class KernelRow(Rates):
+    """The kernels of some ops.
+
+    Args:
+        op: kinds or families of ops.
+    """
+
+    op: Annotated[Names, Field(min_length=1)]
+
+
+class Kernels(Frozen):
+    """How long the kernels of a runtime take, for estimates of ``qtk.quantize``.
+
+    Args:
+        source: key of the document, or measurement, that says so.
+        rows: by kinds of ops.
+        others: for kinds without a row.
+        quantize: for each element that becomes a code.
+        dequantize: for each code that becomes a float.
+        most_bits: the widest codes that integer kernels take; 16 bits take twice as long as 8.
+    """
+
+    source: Text
+    rows: tuple[KernelRow, ...] = ()
+    others: Rates
+    quantize: Cost
+    dequantize: Cost
+    most_bits: Literal[8, 16] = 8
+
+    def row(self, names: tuple[str, str]) -> Rates:
+        """The rates of an op by its kind, else by its family, else the rates of all others."""
+        by_name: dict[str, Rates] = {name: row for row in self.rows for name in row.op}
+        return next((by_name[name] for name in names if name in by_name), self.others)
+
+
 class Runtime(Frozen):
     """A runtime and its rules.
 
@@ -202,6 +252,7 @@ class Runtime(Frozen):
         int16_sums: whether some of its CPUs add products of uint8 and int8 in pairs in int16: x86 without VNNI.
         contrib_operators: whether it has ONNX Runtime's own operators, of the domain ``com.microsoft``.
         dynamic: the shipped target for the same runtime that quantizes activations at run time.
+        kernels: how long its kernels take; ``None``: not measured.
     """
 
     target: Text
@@ -214,11 +265,13 @@ class Runtime(Frozen):
     int16_sums: bool = False
     contrib_operators: bool = False
     dynamic: Text | None = None
+    kernels: Kernels | None = None
 
     @model_validator(mode="after")
     def _sources_are_there(self) -> Runtime:
         listed = [(f"rules[{index}]", rule.source) for index, rule in enumerate(self.rules)]
         listed += [(f"unchecked[{index}]", each.source) for index, each in enumerate(self.unchecked)]
+        listed += [] if self.kernels is None else [("kernels", self.kernels.source)]
         for place, source in listed:
             if source not in self.sources:
                 raise ValueError(f"{place}.source: unknown source {source!r}; {nearest(source, self.sources)}")
@@ -233,3 +286,5 @@ class Runtime(Frozen):
         for index, rule in enumerate(self.rules):
             for key in ("op", "fused"):
                 yield from ((f"runtime.rules[{index}].{key}", name) for name in getattr(rule, key, ()))
+        for index, row in enumerate(() if self.kernels is None else self.kernels.rows):
+            yield from ((f"runtime.kernels.rows[{index}].op", name) for name in row.op)

@@ -18,13 +18,13 @@ class Trial:
         sqnr_db: SQNR of the outputs against the float model's, on data that calibration did not see; ``None`` if the
             trial failed.
         drop: by how much the metric is below float's; ``None`` if it was not measured. Of scores per sample, the mean
-            over the samples that the search sees.
+            over those that the search sees.
         kept: whether later trials build on it.
         reason: why it was not kept; ``None`` if it was.
         size_bytes: of the parameters, as they are stored; ``None`` if the trial failed.
         latency_ms: of one call in the runtime; ``None`` if it was not measured.
-        cost: about how long its matrix products take, relative to float, by multiplications and bits; ``None`` if the
-            trial failed.
+        run_time: about how long a call takes in the target's runtime over float's, estimated; ``None`` if the trial
+            failed.
         bound: the drop is at most that, with the confidence asked for, by samples that the search does not see;
             ``None`` if it was not judged.
     """
@@ -37,7 +37,7 @@ class Trial:
     reason: str | None = None
     size_bytes: int | None = None
     latency_ms: float | None = None
-    cost: float | None = None
+    run_time: float | None = None
     bound: float | None = None
 
 
@@ -79,14 +79,14 @@ class Account:
         """One row for each trial."""
         bounded = () if self.confidence is None else (Column(f"at most, {self.confidence:.4g}", number=True),)
         columns = (Column("tried"), Column("drop", number=True), *bounded, Column("held-out SQNR, dB", number=True),
-                   Column("size, MB", number=True), Column("products, × float", number=True),
+                   Column("size, MB", number=True), Column("about × float ms", number=True),
                    Column("latency, ms", number=True), Column("time, s", number=True), Column("result"))
         rows = tuple(
             (trial.step, "–" if trial.drop is None else f"{trial.drop:.4g}",
              *("–" if trial.bound is None else f"{trial.bound:.4g}" for _ in bounded),
              "–" if trial.sqnr_db is None else "∞" if trial.sqnr_db == math.inf else f"{trial.sqnr_db:.1f}",
              "–" if trial.size_bytes is None else f"{trial.size_bytes / 1e6:.3g}",
-             "–" if trial.cost is None else f"{trial.cost:.2f}",
+             "–" if trial.run_time is None else f"{trial.run_time:.2f}",
              "–" if trial.latency_ms is None else f"{trial.latency_ms:.3g}",
              f"{trial.seconds:.1f}", "kept" if trial.reason is None else trial.reason)
             for trial in self.trials

@@ -11,6 +11,9 @@ from qtk.report.table import Column, Table
 
 LISTED = 5
 
+WORSE_DB = 1.0
+"""What the error rises with more batches where wider ranges harm, and more data do not help."""
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSize:
@@ -85,6 +88,10 @@ class DataReport:
         most = self.sizes[-1].batches
         if self.recommended is None and len(self.sizes) == 1:
             text = "one batch calibrates, which shows nothing: give more batches, or smaller ones"
+        elif self.recommended is None and self.sizes[0].sqnr_db - self.sizes[-1].sqnr_db > WORSE_DB:
+            text = (f"the more batches, the worse: {self.sizes[0].sqnr_db:.1f} dB with {self.sizes[0].batches}, "
+                    f"{self.sizes[-1].sqnr_db:.1f} with {most}, for ranges widen; pass scheme=\"mse\", which leaves "
+                    "outliers out, or more bits")
         elif self.recommended is None:
             text = f"{most} batches are not enough: the last ones still change the result; give twice as many"
         else:

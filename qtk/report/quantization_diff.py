@@ -15,11 +15,13 @@ class SiteDifference:
 
     Args:
         site: its name.
-        change: what changed, in words: the format, the range, codes; or in which of the two the site is.
+        change: what changed, in words: the format, the range, codes, a float parameter; or in which of the two the site
+            is.
         steps: how far the farther end of the range moved, in steps of the first model, the most of all its scales;
             ``None`` where the formats differ.
-        flipped: codes of a constant that are others; ``None`` of values that are computed.
+        flipped: codes of a constant, or floats of a parameter, that are others; ``None`` of values that are computed.
         elements: of the constant.
+        moved: of a float parameter, its largest change over its largest value; ``None`` of sites.
     """
 
     site: str
@@ -27,6 +29,7 @@ class SiteDifference:
     steps: float | None = None
     flipped: int | None = None
     elements: int | None = None
+    moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,9 @@ class QuantizationDiff:
         columns = (Column("site"), Column("change"), Column("moved, steps", number=True),
                    Column("codes flipped", number=True))
         rows = tuple(
-            (each.site, each.change, "" if each.steps is None else f"{each.steps:.3g}",
+            (each.site,
+             each.change if each.moved is None else f"{each.change}, by up to {each.moved:.2g} of its largest",
+             "" if each.steps is None else f"{each.steps:.3g}",
              "" if each.flipped is None else f"{each.flipped:,} of {each.elements:,}") for each in self.sites
         )
         return Table(self.title, columns, rows)
@@ -103,9 +108,11 @@ class QuantizationDiff:
         return "\n".join([self.table().text() if self.sites else self.title, *self.lines()])
 
     def to_json(self) -> dict[str, object]:
-        """JSON values; an infinite SQNR is ``None``."""
+        """JSON values; what is infinite is ``None``."""
         outputs = None if self.outputs is None else asdict(self.outputs)
         if outputs is not None and not math.isfinite(outputs["sqnr_db"]):
             outputs["sqnr_db"] = None
-        return {"first": self.first, "second": self.second, "differs": bool(self),
-                "sites": [asdict(each) for each in self.sites], "outputs": outputs}
+        sites = [asdict(each) for each in self.sites]
+        for each in sites:
+            each["moved"] = None if each["moved"] == math.inf else each["moved"]
+        return {"first": self.first, "second": self.second, "differs": bool(self), "sites": sites, "outputs": outputs}

@@ -20,6 +20,10 @@ from qtk.data.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.data.sequences import apart, like
 from qtk.data.synthetic_batches import SyntheticBatches
 from qtk.data.valid_tokens import Valid, ValidTokens
+from qtk.graph.channel_axis import channel_axis
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
 from qtk.quantizers.modes import in_mode
@@ -33,6 +37,9 @@ HOLDOUT = 0.25
 """Share of the batches that judge."""
 
 STATISTICS = ("mean", "standard deviation", "least value", "largest value", "deviation between samples")
+
+LEADING = 2
+"""The axes [samples, tokens], of which rows are made where tokens do not count."""
 
 SETTLED, SETTLED_DB = 0.005, 0.5
 """Share of the predictions that may be others, and decibels that the error may be larger, without a change."""
@@ -127,6 +134,7 @@ class _Seen:
         sites = [site for site in leaders(simulation.plan) if not simulation.plan[site].static]
         self.names = [site.name for site in sites]
         self._quantizers = {simulation.quantizers[site]: index for index, site in enumerate(sites)}
+        self._axes: dict[nn.Module, int] = dict(_channel_axes(simulation.model))
         self._parts: dict[int, list[tuple[float, ...]]] = defaultdict(list)
         self._rows: list[list[tuple[float, ...]]] = []
         self._largest: dict[int, Tensor] = {}
@@ -192,12 +200,22 @@ class _Seen:
         between = float(x.std(0, correction=0).double().mean()) * x.numel()
         self._parts[index].append((float(x.numel()), float(x.double().sum()), float(x.double().square().sum()), between,
                                    float(x.min()), float(x.max())))
-        if x.ndim > 1:
-            axis = 1 if x.ndim > 3 else x.ndim - 1
-            largest = x.abs().movedim(axis, 0).flatten(1).amax(1)
+        axis = self._axes.get(quantizer)
+        if axis is not None and (x.ndim == inputs[0].ndim or axis >= LEADING):
+            largest = x.abs().movedim(axis - inputs[0].ndim, 0).flatten(1).amax(1)
             before = self._largest.get(index)
             fits = before is None or before.shape == largest.shape
             self._largest[index] = largest if before is None or not fits else torch.maximum(before, largest)
+
+
+def _channel_axes(model: nn.Module) -> Iterator[tuple[Quantizer, int]]:
+    """Each quantizer of a value whose channels have an axis, and this."""
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for node in graph.graph.nodes:
+            quantizer = quantizer_called(node)
+            if quantizer is not None and (axis := channel_axis(flow, node)) is not None:
+                yield quantizer, axis
 
 
 def _joined(parts: list[tuple[float, ...]]) -> tuple[float, ...]:

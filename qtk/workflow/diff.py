@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,13 +24,20 @@ from qtk.torch_private import pytree
 from qtk.workflow.data_report import predictions_of
 from qtk.workflow.quantized_source import QuantizedSource, quantized_source
 
+if TYPE_CHECKING:
+    from qtk.runtimes.file_outputs import FileOutputs
+
+DEFAULT = ("onnxruntime-off", "onnxruntime-off")
+"""What runs two files if nothing is said."""
+
 
 @public
 def diff(
     first: HasSimulation | str | os.PathLike[str], second: HasSimulation | str | os.PathLike[str],
     data: Iterable[Batch] | None = None, *, forward: Forward | None = None, num_batches: int | None = None,
+    runtimes: tuple[str, str] | None = None,
 ) -> QuantizationDiff:
-    """Says what differs between two quantized models: simulations, or what was written of them.
+    """Says what differs between two quantized models: simulations, what was written of them, or two runtimes of a file.
 
     >>> import qtk
     >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval(), torch.randn(16, 8)
@@ -44,8 +51,10 @@ def diff(
     [('1:out', 'range', True)]
 
     Folders of ``sim.save``, of ``sim.export``, of ``qtk quantize``, and single ``.onnx`` and ``encodings.json`` files
-    are compared by the names of their sites. Outputs are compared where both run on the data: two simulations, or two
-    ONNX files in ONNX Runtime without optimizations. What stays float, as biases, shows in the outputs alone.
+    are compared by the names of their sites and of the float parameters that both have, such as biases and the weights
+    of norms. Outputs are compared where both run on the data: two simulations, or two ONNX files, in ONNX
+    Runtime without optimizations or in the ``runtimes`` that you say, of the same file too:
+    ``qtk.diff(file, file, batches, runtimes=("onnxruntime-off", "onnxruntime-on"))``.
 
     Args:
         first: the one from which differences are told.
@@ -53,12 +62,26 @@ def diff(
         data: batches; ``None``: outputs are not compared.
         forward: how to run a simulation on a batch.
         num_batches: batches to take of the data.
+        runtimes: what runs the first file and what runs the second: ``onnxruntime-off`` without optimizations,
+            ``onnxruntime-on`` with them, or ``openvino``; ``None``: the first.
 
-    Raises: EncodingError if one cannot be read, or the data are given and the two do not both run.
+    Raises: EncodingError if one cannot be read, or the data are given and the two do not both run; ExportError if a
+        runtime is unknown or not installed, or refuses a file.
     """
     one, other = quantized_source(first), quantized_source(second)
-    result = None if data is None else _outputs(one, other, in_memory(data, num_batches), forward)
-    return QuantizationDiff(one.name, other.name, tuple(_sites(one, other)), result)
+    if runtimes is not None and (data is None or len(one.files) != 1 or len(other.files) != 1):
+        raise EncodingError(f"runtimes run two single ONNX files on data; got {one.name} and {other.name}"
+                            f"{', and no data' if data is None else ''}; give two .onnx files, or one twice, and data")
+    differences = (*_sites(one, other), *_parameters(one, other))
+    if data is None:
+        return QuantizationDiff(one.name, other.name, differences)
+    batches = in_memory(data, num_batches)
+    if len(one.files) != 1 or len(other.files) != 1:
+        return QuantizationDiff(one.name, other.name, differences, _outputs(one, other, batches, forward))
+    opened = [_opened(each, name) for each, name in zip((one, other), runtimes or DEFAULT, strict=True)]
+    before, after = (each.name if runtimes is None else f"{each.name} in {file.runtime}"
+                     for each, file in zip((one, other), opened, strict=True))
+    return QuantizationDiff(before, after, differences, _compared([_run(each, batches) for each in opened]))
 
 
 def _sites(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDifference]:
@@ -73,6 +96,23 @@ def _sites(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDiffere
         ) is not None:
             yield found
     yield from (SiteDifference(name, "not in the first") for name in after if name not in before)
+
+
+def _parameters(one: QuantizedSource, other: QuantizedSource) -> Iterator[SiteDifference]:
+    """The float parameters that both have, with other values."""
+    for name, before in one.parameters.items():
+        after = other.parameters.get(name)
+        if after is None:
+            continue
+        if before.shape != after.shape:
+            yield SiteDifference(name, f"float, shape {[*before.shape]} → {[*after.shape]}")
+        elif before.numel():
+            before, after = before.double(), after.double()
+            is_other = (before != after) & ~(before.isnan() & after.isnan())
+            if bool(is_other.any()):
+                moved = (before - after).abs().max() / before.abs().max()
+                yield SiteDifference(name, "float", flipped=int(is_other.sum()), elements=before.numel(),
+                                     moved=float(moved.nan_to_num(math.inf, math.inf)))
 
 
 def _site(
@@ -104,11 +144,14 @@ def _outputs(
     if one.model is not None and other.model is not None:
         models = [each.model for each in (one, other) if each.model is not None]
         runs: list[Iterator[object]] = [outputs(model, batches, forward=forward) for model in models]
-    elif len(one.files) == len(other.files) == 1:
-        runs = [_run(next(iter(each.files.values())), batches) for each in (one, other)]
     else:
         raise EncodingError("outputs are compared of two simulations, or of two single ONNX files; leave the data out, "
                             f"or give such ({one.name}, {other.name})")
+    return _compared(runs)
+
+
+def _compared(runs: list[Iterator[object]]) -> OutputDifference:
+    """How far the outputs of the second run are from the outputs of the first."""
     signal = noise = 0.0
     equal = predictions = 0
     for left, right in zip(*runs, strict=True):
@@ -136,13 +179,15 @@ def _values(output: object) -> list[Tensor]:
     return [each.double() for each in floats or tensors]
 
 
-def _run(file: Path, batches: Iterable[Batch]) -> Iterator[object]:
-    """The outputs of an ONNX file for each batch, with the optimizations off."""
-    from qtk.runtimes.session import Optimizations, session_with  # loaded here: slow to import
+def _opened(source: QuantizedSource, runtime: str) -> FileOutputs:
+    from qtk.runtimes.file_outputs import FileOutputs  # loaded here: slow to import
+
+    return FileOutputs(next(iter(source.files.values())), runtime)
+
+
+def _run(file: FileOutputs, batches: Iterable[Batch]) -> Iterator[object]:
+    """The outputs of an ONNX file for each batch."""
     from qtk.workflow.verify_files import inputs_by_name
 
-    session, _ = session_with(file, Optimizations.OFF)
-    names = [value.name for value in session.get_inputs()]
     for batch in batches:
-        feed = {name: tensor.detach().cpu().numpy() for name, tensor in inputs_by_name(names, batch).items()}
-        yield [torch.from_numpy(each) for each in session.run(None, feed)]
+        yield file.run(inputs_by_name(file.inputs, batch))

@@ -33,6 +33,7 @@ class QuantizedSource:
         name: in messages.
         encodings: site → encoding.
         constants: site of a weight → its quantized value, float32.
+        parameters: name → float parameter or buffer without a site of its own, as a bias or the weight of a norm.
         dynamic: site of dynamic quantization → spec.
         model: what runs; ``None`` of files.
         files: the ONNX files, by the name that their sites have in front.
@@ -42,6 +43,7 @@ class QuantizedSource:
     encodings: Mapping[str, Encoding]
     constants: Mapping[str, Tensor]
     dynamic: Mapping[str, QuantSpec] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     model: nn.Module | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
 
@@ -83,7 +85,8 @@ def _of_simulation(sim: HasSimulation) -> QuantizedSource:
         for site in simulated_sites(graph):
             if site.constant is not None:
                 constants[site.name] = _quantized(site.quantizer, site.constant)
-    return QuantizedSource("the simulation", encodings, constants, dynamic, simulation.model)
+    parameters = _without_sites(simulation.model.state_dict(), constants)
+    return QuantizedSource("the simulation", encodings, constants, dynamic, parameters, simulation.model)
 
 
 def _of_saved(path: Path) -> QuantizedSource:
@@ -110,11 +113,12 @@ def _of_saved(path: Path) -> QuantizedSource:
     constants = {name: simulate(stored.state[name], each.spec, each.scale, each.zero_point).float()
                  for name, each in encodings.items() if name in stored.state}
     dynamic = {site.name: decided.spec for site, decided in active.items() if decided.spec.dynamic}
-    return QuantizedSource(str(path), encodings, constants, dynamic)
+    return QuantizedSource(str(path), encodings, constants, dynamic, _without_sites(stored.state, constants))
 
 
 def _of_files(path: Path, files: list[Path]) -> QuantizedSource:
     encodings, constants, dynamic = dict[str, Encoding](), dict[str, Tensor](), dict[str, QuantSpec]()
+    parameters = dict[str, Tensor]()
     prefixes = {file: "" if len(files) == 1 else f"{file.relative_to(path).with_suffix('').as_posix()}/"
                 for file in files}
     for file, prefix in prefixes.items():
@@ -126,7 +130,9 @@ def _of_files(path: Path, files: list[Path]) -> QuantizedSource:
             if constant is not None:
                 constants[prefix + name] = constant
     onnx_files = {prefix: file for file, prefix in prefixes.items() if file.suffix == ".onnx"}
-    return QuantizedSource(str(path), encodings, constants, dynamic, files=onnx_files)
+    for prefix, file in onnx_files.items():
+        parameters |= {prefix + name: value for name, value in _float_initializers(file)}
+    return QuantizedSource(str(path), encodings, constants, dynamic, parameters, files=onnx_files)
 
 
 def _sites_in(file: Path) -> Iterator[tuple[str, Encoding | QuantSpec, Tensor | None]]:
@@ -140,6 +146,24 @@ def _sites_in(file: Path) -> Iterator[tuple[str, Encoding | QuantSpec, Tensor | 
         content = encodings_json.parse(encodings_json.load_object(file), str(file))
         yield from ((name, encoding, None) for name, encoding in content.encodings.items())
         yield from ((name, spec, None) for name, spec in content.dynamic.items())
+
+
+def _without_sites(state: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The float parameters and buffers of a state that are neither quantized nor a quantizer's own."""
+    return {name: value.detach().cpu() for name, value in state.items()
+            if value.is_floating_point() and name not in constants and QUANTIZERS not in name.split(".")}
+
+
+def _float_initializers(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of the floats that are stored in a file and read by more than conversions to and from codes."""
+    import onnx_ir as ir  # an extra: loaded where it is needed
+
+    conversions = ("QuantizeLinear", "DequantizeLinear")
+    for name, value in ir.load(file).graph.initializers.items():
+        if value.const_value is not None and value.dtype is not None and value.dtype.is_floating_point() and any(
+            node.op_type not in conversions for node, _ in value.uses()
+        ):
+            yield name, torch.from_numpy(value.const_value.numpy().astype("float64"))
 
 
 def _quantized(quantizer: Quantizer, value: Tensor) -> Tensor:

@@ -10,10 +10,15 @@ from qtk.auto.ladder import CHAINS, DYNAMIC, LEARNED, MOST_PRECISE, TRIED_SCHEME
 PLAIN = Choices("min_max")
 
 
-def run(keeps, sites=(), first=PLAIN, **options):
+def by_sites(choices):
+    """A price that rises with precise sites."""
+    return 1.0 + len(choices.precise)
+
+
+def run(keeps, sites=(), first=PLAIN, price=by_sites, **options):
     """Every step of a run that keeps the choices of which ``keeps`` is true."""
     kept, steps = [first], []
-    for step, choices in ladder(lambda: kept[-1], lambda: sites, **options):
+    for step, choices in ladder(lambda: kept[-1], lambda: sites, price, **options):
         steps.append((step, choices))
         if keeps(choices):
             kept.append(choices)
@@ -58,7 +63,7 @@ def test_precise_sites_double_up_to_their_largest_share(count):
 
 
 def test_sites_are_ranked_only_when_nothing_cheaper_is_left():
-    ranked, names = [], iter(ladder(lambda: PLAIN, lambda: ranked.append(1) or ["a"]))
+    ranked, names = [], iter(ladder(lambda: PLAIN, lambda: ranked.append(1) or ["a"], by_sites))
     for step, _ in names:
         assert bool(ranked) == (step == "the worst site precise")
     assert ranked == [1]
@@ -71,13 +76,25 @@ def test_what_is_kept_counts_from_the_next_trial_on():
     assert chains == [replace(Choices("mse"), layerwise=chain) for chain in CHAINS]  # which replace each other
 
 
-@pytest.mark.parametrize(("is_early", "place"), [(True, 0), (False, -2)])
-def test_dynamic_quantization_comes_first_where_it_keeps_integers_and_else_before_precise_sites(is_early, place):
-    steps = [step for step, _ in ladder(lambda: PLAIN, lambda: ["a"], lambda: is_early)]
+@pytest.mark.parametrize(("dynamic_price", "place"), [(0.5, 0), (1.0, 0), (1.09, 0), (1.5, -3), (2.5, -2), (4.0, -1)])
+def test_dynamic_quantization_has_its_place_by_what_it_takes_at_run_time(dynamic_price, place):
+    def price(choices):
+        return dynamic_price if choices.dynamic else {0: 1.0, 1: 2.0, 2: 3.0}[len(choices.precise)]
+
+    steps = [step for step, _ in run(lambda choices: False, "abcd", price=price, dynamic=True)]
     assert steps.count(DYNAMIC) == 1
-    assert steps[place] == DYNAMIC
+    assert steps.index(DYNAMIC) == place % len(steps)
+
+
+def test_settings_that_differ_at_run_time_come_cheapest_first():
+    prices = {0: 1.0, 1: 3.0, 2: 1.5, 4: 2.0}  # two sites next to each other need no conversion between them
+    tried = [len(choices.precise) for _, choices in
+             run(lambda choices: False, "abcdefgh", price=lambda choices: prices[len(choices.precise)])]
+    assert [count for count in tried if count] == [2, 4, 1]
 
 
 def test_later_trials_build_on_dynamic_quantization_that_was_kept():
-    steps = run(lambda choices: choices == replace(PLAIN, dynamic=True), ["a"], dynamic=lambda: True)
+    steps = run(lambda choices: choices == replace(PLAIN, dynamic=True), ["a"], dynamic=True)
     assert all(choices.dynamic for _, choices in steps)
+    late = run(lambda choices: choices.dynamic, ["a"], dynamic=True, price=lambda choices: 1.0 + choices.dynamic)
+    assert [choices for _, choices in late[-2:]] == [replace(PLAIN, precise=("a",)), replace(PLAIN, dynamic=True)]

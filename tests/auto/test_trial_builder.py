@@ -1,11 +1,13 @@
 """The simulation of a trial, against one made by hand; its ranking, against switching every site off."""
 
+import math
+
 import pytest
 import torch
-from torch import nn
 
 import qtk
 from qtk.auto.choices import Choices
+from qtk.auto.run_time import RunTime
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.config.load import load_config
 from tests.auto.three_layers import BATCHES, mlp, widths
@@ -94,31 +96,15 @@ def test_batches_go_through_forward():
     assert trials.ranking(Choices("mse")) == builder().ranking(Choices("mse"))
 
 
-class Patches(nn.Module):
-    """A convolution of a share of the multiplications, and layers."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.conv, self.head = nn.Conv1d(4, channels, 1), nn.Linear(32, 400)
-
-    def forward(self, x):
-        return self.head(self.conv(x.view(-1, 4, 4)).flatten(1)[:, :32])
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize(("channels", "keeps"), [(8, True), (800, False)])
-def test_integers_are_kept_if_convolutions_make_few_of_the_products(channels, keeps):
-    model = qtk.prepare_model(Patches(channels).eval(), BATCHES[0])
-    trials = TrialBuilder(model, BATCHES[0], load_config("onnxruntime"), 8, 8, BATCHES, dynamic=load_config("dynamic"))
-    assert trials.keeps_integers(trials.simulation(Choices("min_max"))) is keeps
-    dynamic = trials.simulation(Choices("min_max", dynamic=True))
-    assert dynamic.config == load_config("dynamic")
-    assert dynamic.quantizers["head:in[0]"].spec.dynamic
-
-
-@pytest.mark.medium
-def test_the_cost_of_products_goes_by_the_bits_of_their_operands():
-    trials, float_alone = builder(weight_bits=4), builder(weight_bits=8, activation_bits=None)
-    assert trials.relative_cost(trials.simulation(Choices("min_max"))) == 0.25
-    assert builder(activation_bits=16).relative_cost(builder(activation_bits=16).simulation(Choices("min_max"))) == 0.5
-    assert float_alone.relative_cost(float_alone.simulation(Choices("min_max"))) == 1.0
+def test_prices_are_the_times_of_run_time_and_those_that_cannot_be_built_are_infinite():
+    trials = builder("onnxruntime", weight_bits=8, dynamic=load_config("dynamic"))
+    plain, dynamic = Choices("min_max"), Choices("min_max", dynamic=True)
+    sim = trials.simulation(dynamic)
+    assert sim.config == load_config("dynamic")
+    ratio = RunTime(load_config("onnxruntime").runtime.kernels).ratio(sim.simulation, lambda: sim.model(BATCHES[0]))
+    assert trials.price(dynamic) == pytest.approx(ratio)
+    fresh = builder("onnxruntime", weight_bits=8, dynamic=load_config("dynamic"))
+    assert fresh.price(dynamic, sim) == trials.price(dynamic)
+    assert trials.price(Choices("mse", ("equalize",), ("gptq",))) == trials.price(plain)
+    assert trials.price(Choices("min_max", precise=tuple(trials.simulation(plain).quantizers))) == math.inf

@@ -36,3 +36,13 @@ def test_the_exit_code_is_1_where_anything_differs(folders):
     missing = CliRunner().invoke(app, ["diff", str(folders / "a"), str(folders / "c")])
     assert missing.exit_code == 1
     assert "holds nothing to compare" in missing.output
+
+
+def test_runtimes_are_two(folders):
+    given = CliRunner().invoke(app, ["diff", str(folders / "a"), str(folders / "a"), "--runtimes", "onnxruntime-on"])
+    assert given.exit_code == 1
+    assert "takes two, with a comma between, got 'onnxruntime-on'" in " ".join(given.output.split())
+    named = CliRunner().invoke(app, ["diff", str(folders / "a"), str(folders / "a"), "--runtimes",
+                                     "onnxruntime-off,onnxruntime-on"])
+    assert named.exit_code == 1
+    assert "runtimes run two single ONNX files on data" in " ".join(named.output.split())

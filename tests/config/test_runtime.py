@@ -4,6 +4,7 @@ import pytest
 
 from qtk.config.files import shipped_names
 from qtk.config.load import load_config
+from qtk.config.runtime import KernelRow, Kernels, Rates
 from qtk.config.schema import check_op_names
 from qtk.errors import ConfigError
 from qtk.planning.planner import RULE_NAMES
@@ -60,6 +61,19 @@ def test_ops_that_rules_name_are_known():
     check_op_names(load_config(config({**RULE, "op": "conv"})), RULE_NAMES)
     with pytest.raises(ConfigError, match=r"runtime\.rules\[0\]\.op: unknown op 'convv'; did you mean 'conv'"):
         check_op_names(load_config(config({**RULE, "op": "convv"})), RULE_NAMES)
+    kernels = {"source": "doc", "rows": [{"op": "covn", "float": 1.0}], "others": {"float": 1.0}, "quantize": 1.0,
+               "dequantize": 1.0}
+    with pytest.raises(ConfigError, match=r"runtime.kernels.rows\[0\].op: .*'covn'"):
+        check_op_names(load_config(config(RULE, kernels=kernels)), RULE_NAMES)
+    with pytest.raises(ConfigError, match="unknown source 'dco'"):
+        load_config(config(RULE, kernels={**kernels, "source": "dco"}))
+
+
+def test_the_row_of_an_op_is_by_its_kind_then_by_its_family():
+    kernels = Kernels(source="doc", rows=(KernelRow(op=("conv",), float=2.0), KernelRow(op=("conv1d",), float=3.0)),
+                      others=Rates(float=9.0), quantize=1.0, dequantize=1.0)
+    found = [kernels.row(names).float for names in (("conv2d", "conv"), ("conv1d", "conv"), ("add", "add"))]
+    assert found == [2.0, 3.0, 9.0]
 
 
 def test_what_is_not_checked_has_a_source_too():
@@ -78,5 +92,6 @@ def test_every_shipped_target_names_its_runtime_its_rules_and_their_sources(name
     assert shipped.runtime is not None
     assert shipped.runtime.target == name
     stated = (*shipped.runtime.rules, *shipped.runtime.unchecked)
-    assert {each.source for each in stated} == set(shipped.runtime.sources)
+    measured = set() if shipped.runtime.kernels is None else {shipped.runtime.kernels.source}
+    assert {each.source for each in stated} | measured == set(shipped.runtime.sources)
     assert {"activations", "weights"} <= {rule.name for rule in shipped.runtime.rules}

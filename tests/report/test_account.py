@@ -6,7 +6,7 @@ import pytest
 
 from qtk.report.account import Account, Trial
 
-KEPT = Trial("plain calibration", 1.25, 20.0, 0.5, kept=True, size_bytes=1_234_567, latency_ms=0.5, cost=0.25)
+KEPT = Trial("plain calibration", 1.25, 20.0, 0.5, kept=True, size_bytes=1_234_567, latency_ms=0.5, run_time=0.25)
 WORSE = Trial("ranges by mse", 0.04, 19.96, None, reason="the error of the outputs does not fall")
 FAILED = Trial("equalize", 0.0, reason="failed: ValueError: no luck")
 

@@ -24,3 +24,12 @@ def test_too_few_batches_and_made_ones_are_said():
     assert DataReport(SIZES[:1], None).verdict == ("one batch calibrates, which shows nothing: give more batches, or "
                                                    "smaller ones")
     assert DataReport(SIZES, 1, source="random tokens").verdict == "synthetic data, random tokens: 1 batch is enough"
+
+
+def test_where_more_batches_widen_ranges_and_harm_no_more_are_asked_for():
+    def verdict(last_db):
+        sizes = tuple(CalibrationSize(count, count, 1.0, db, 0.1) for count, db in ((1, 15.2), (2, last_db)))
+        return DataReport(sizes, recommended=None).verdict
+
+    assert verdict(11.9).startswith("the more batches, the worse: 15.2 dB with 1, 11.9 with 2, for ranges widen; pass")
+    assert "give twice as many" in verdict(15.0)

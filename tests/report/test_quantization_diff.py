@@ -1,4 +1,5 @@
 import json
+import math
 
 from qtk.report.quantization_diff import OutputDifference, QuantizationDiff, SiteDifference
 
@@ -14,7 +15,7 @@ def test_it_prints_and_writes_every_difference():
     record = json.loads(json.dumps(diff.to_json(), allow_nan=False))
     assert record["differs"]
     assert record["sites"][1] == {"site": "fc:out", "change": "int8 → int16", "steps": None, "flipped": None,
-                                  "elements": None}
+                                  "elements": None, "moved": None}
 
 
 def test_equal_models_are_no_difference_and_other_outputs_are_one():
@@ -26,3 +27,12 @@ def test_equal_models_are_no_difference_and_other_outputs_are_one():
     other = QuantizationDiff("a", "b", (), OutputDifference(50.0, None, "data"))
     assert other
     assert other.title == "a → b: the sites are equal, the outputs are not"
+
+
+def test_a_float_parameter_prints_its_change_and_json_has_no_infinity():
+    moved = (SiteDifference("norm.bias", "float", flipped=1, elements=6, moved=math.inf),
+             SiteDifference("norm.weight", "float", flipped=1, elements=6, moved=0.125))
+    diff = QuantizationDiff("a", "b", moved)
+    assert "float, by up to 0.12 of its largest" in str(diff)
+    record = json.loads(json.dumps(diff.to_json(), allow_nan=False))
+    assert [each["moved"] for each in record["sites"]] == [None, 0.125]

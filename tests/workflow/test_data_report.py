@@ -59,6 +59,51 @@ def test_it_leaves_the_simulation_as_it_was_and_names_silent_channels():
     assert report.sizes[1].sqnr_db == pytest.approx(sqnr, abs=0.01)
 
 
+class Time(nn.Module):
+    """A channel of a convolution over time [N, C, T] that is never active, and steps that never are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(8, 5, 1), nn.Conv1d(5, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.conv(x).relu())
+
+
+@pytest.mark.medium
+def test_silent_channels_are_counted_along_the_axis_that_the_reader_sums_over():
+    torch.manual_seed(0)
+    model = Time().eval()
+    with torch.no_grad():
+        model.conv.weight[2], model.conv.bias[2] = 0.0, -1.0
+    data = [each.unflatten(1, (8, 1)).expand(-1, -1, 6) for each in batches()]
+    report = qtk.QuantSim(model, data[0]).data_report(data, progress=False)
+    assert report.silent == {"relu:out": (2,)}
+
+
+@pytest.mark.medium
+def test_channels_of_valid_tokens_alone_are_silent():
+    torch.manual_seed(0)
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 2)
+
+        def forward(self, x, mask):
+            return self.second(self.first(x).relu())
+
+    model = Tokens().eval()
+    with torch.no_grad():
+        model.first.weight[4], model.first.bias[4] = torch.eye(8)[0], -50.0  # active where the padding is
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[:, 3:] = False
+    data = [(torch.randn(4, 5, 8).masked_fill(~mask[..., None], 1000.0), mask) for _ in range(5)]
+    sim = qtk.QuantSim(model, data[0])
+    assert sim.data_report(data, valid="mask", progress=False).silent == {"relu:out": (4,)}
+    assert sim.data_report(data, progress=False).silent == {}
+
+
 @pytest.mark.parametrize(("changed", "wanted"), [
     ((0.1, 0.0, 0.0), 2), ((0.0, 0.0, 0.0), 1), ((0.0, 0.1, 0.0), None), ((0.1, 0.1, 0.0), None), ((0.0,), None),
 ])

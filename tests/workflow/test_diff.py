@@ -1,6 +1,7 @@
 """Differences of quantized models: what was planted is found, and nothing else."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -63,6 +64,78 @@ def test_codes_that_flip_are_counted():
         weight[0, 0], weight[3, 1] = -weight[0, 0], weight[3, 1] * 0.5
     (found,) = qtk.diff(SIM, other).sites
     assert (found.site, found.change, found.flipped, found.elements) == ("0.weight", "codes", 2, 128)
+
+
+class Normed(nn.Module):
+    """Biases and the weight of a norm stay float."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def normed(change=""):
+    """A simulation, with one element of a float parameter moved by an eighth of its largest value."""
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(Normed().eval(), X)
+    sim.compute_encodings([X], progress=False)
+    if change:
+        with torch.no_grad():
+            value = sim.model.get_parameter(change)
+            value[2] += value.abs().max() / 8
+    return sim
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["linear.bias", "norm.weight", "norm.bias"])
+@pytest.mark.parametrize("written", ["simulation", "saved", pytest.param("exported", marks=pytest.mark.slow)])
+def test_a_changed_float_parameter_is_named(name, written, tmp_path):
+    if name == "norm.bias":  # zeros: any change is larger than its largest value
+        sims = [normed(), normed()]
+        with torch.no_grad():
+            sims[1].model.get_parameter(name)[2] = 1.0
+    else:
+        sims = [normed(), normed(name)]
+    given = list(sims)
+    for index, sim in enumerate(sims):
+        if written == "saved":
+            sim.save(tmp_path / f"{index}")
+        elif written == "exported":
+            sim.export(tmp_path / f"{index}", formats=("onnx",), check=False)
+        if written != "simulation":
+            given[index] = tmp_path / f"{index}"
+    assert not qtk.diff(given[0], given[0])
+    (found,) = qtk.diff(*given).sites
+    assert (found.site, found.change, found.flipped, found.elements) == (name, "float", 1, 6)
+    assert found.moved == (math.inf if name == "norm.bias" else pytest.approx(1 / 8))
+
+
+@pytest.mark.medium
+def test_one_file_is_compared_in_two_runtimes(tmp_path):
+    SIM.export(tmp_path / "out", formats=("onnx",), check=False)
+    file = tmp_path / "out" / "model.onnx"
+    found = qtk.diff(file, file, [X], runtimes=("onnxruntime-off", "onnxruntime-on"))
+    assert found.first.endswith("optimizations off")
+    assert found.second.endswith("optimizations on")
+    assert not found.sites
+    import onnxruntime
+
+    runs = []
+    for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        runs.append(torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]).double())
+    noise = float((runs[0] - runs[1]).square().sum())
+    sqnr = math.inf if noise == 0 else 10 * math.log10(float(runs[0].square().sum()) / noise)
+    assert found.outputs.sqnr_db == pytest.approx(sqnr, abs=0.1)
+    with pytest.raises(EncodingError, match=r"runtimes run two single ONNX files on data; got .* and no data"):
+        qtk.diff(file, file, runtimes=("onnxruntime-off", "onnxruntime-on"))
+    with pytest.raises(EncodingError, match="got the simulation"):
+        qtk.diff(SIM, file, [X], runtimes=("onnxruntime-off", "onnxruntime-on"))
 
 
 class Output(nn.Module):
