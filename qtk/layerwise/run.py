@@ -17,6 +17,7 @@ from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
+from qtk.layerwise.method_work import relative_cost
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.options import LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults
@@ -168,7 +169,7 @@ class LayerwiseRun:
             if moments is not None:
                 solves[each.layer.name] = partial(
                     compute_update, each.layer, self._methods, moments, self._earlier.present(each.layer),
-                    self._sparsity), _cost(each.layer)
+                    self._sparsity), _cost(each.layer, self._methods, moments.required.block)
         solved = dict(zip(solves, spread([task for task, _ in solves.values()], [cost for _, cost in solves.values()]),
                           strict=True))
         for each in waiting:
@@ -206,10 +207,10 @@ class LayerwiseRun:
         return self._starved.pooled(layer.name, moments)
 
 
-def _cost(layer: WeightedLayer) -> float:
-    """What solving a layer costs, in multiplications: of factors of its Gram matrix, and of products with it."""
+def _cost(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], block: int | None) -> float:
+    """What solving a layer costs over what others cost."""
     groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
-    return float(groups * columns**2 * (columns + outputs))
+    return relative_cost(methods, groups, outputs, columns, block or columns)
 
 
 def _required_statistics(

@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,11 @@ LARGE_BYTES = 10**9
 
 PAGE = mmap.PAGESIZE
 DONTNEED = 4  # of <sys/mman.h> on Linux
+
+MMAP_THRESHOLD = -3  # of <malloc.h> of glibc
+HEAP_BYTES, USUAL_HEAP_BYTES = 1 << 21, 1 << 25
+"""Largest block of memory that comes from the heap while ``bounded`` runs, and otherwise. Free blocks of the heap below
+one in use stay in memory. The larger bound is the one that glibc raises its own to, once such blocks were freed."""
 OF_FILE = 1 << 61
 """The bit of /proc/self/pagemap for a page that belongs to a file: one that was not written."""
 
@@ -101,7 +107,7 @@ def bounded(*models: nn.Module, limit_bytes: int | None = None) -> Iterator[None
     if not pages:
         yield
         return
-    with _Bounded(pages, limit_bytes):
+    with _Bounded(pages, limit_bytes), _SmallHeap():
         yield
     pages.drop()
 
@@ -122,6 +128,25 @@ class _Bounded(TorchFunctionMode):
         if self._pages.resident_bytes() - self._least > self._limit:
             self._pages.drop()
         return result
+
+
+class _SmallHeap:
+    """Large blocks of memory go back to the system once they are free, in the outermost of nested ones."""
+
+    _entered, _lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._enter(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._enter(-1)
+
+    @classmethod
+    def _enter(cls, change: int) -> None:
+        with cls._lock, suppress(AttributeError):  # of another C library
+            cls._entered += change
+            bound = HEAP_BYTES if cls._entered else USUAL_HEAP_BYTES
+            ctypes.CDLL(None).mallopt(ctypes.c_int(MMAP_THRESHOLD), ctypes.c_int(bound))
 
 
 @dataclass(slots=True)

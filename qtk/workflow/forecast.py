@@ -19,15 +19,11 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
-from qtk.layerwise.adaround import AdaRound
-from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.coordinate_descent import CoordinateDescent
-from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
+from qtk.layerwise.method_work import ROUNDING, WORK, multiplications
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.options import DEFAULT, LayerwiseOptions
-from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.walk import QUANTIZED_PATHS
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.moments.required_statistics import RequiredStatistics
@@ -42,30 +38,6 @@ CGROUP = Path("/sys/fs/cgroup")
 
 HELD_OUT = 2
 """Sums of the samples that are held out, and of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a method needs to solve a layer [outputs, columns].
-
-    Args:
-        grams: float32 matrices [columns, columns] at a time.
-        weights: float32 matrices [outputs, columns] at a time.
-        cubes: multiplications by columns³.
-        products: multiplications by outputs · columns².
-    """
-
-    grams: float
-    weights: float
-    cubes: float
-    products: float
-
-
-ROUNDING = _Work(0, 3, 0, 0)
-WORK: Mapping[type[object], _Work] = {
-    Gptq: _Work(3, 11, 1.0, 5), CoordinateDescent: _Work(3, 12, 1.2, 9), AdaRound: _Work(4, 18, 1.5, 130),
-    SeqMse: _Work(1, 23, 0.1, 4), BiasCorrection: _Work(1, 4, 0, 1),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +139,8 @@ def _needed(
     work = [WORK.get(type(method), ROUNDING) for method in methods]
     grams, weights = max(each.grams for each in work), max(each.weights for each in work)
     solving = FLOAT32 * groups * (grams * columns * block + weights * outputs * columns)
-    multiplications = groups * sum(each.cubes * columns * block**2 + each.products * outputs * columns * block
-                                   for each in work)
-    return _Needed(sums * size, math.ceil(solving), multiplications + rows * columns * block * (0.5 + (paths > 1)))
+    solved = multiplications(work, groups, outputs, columns, block)
+    return _Needed(sums * size, math.ceil(solving), solved + rows * columns * block * (0.5 + (paths > 1)))
 
 
 def _block(layer: WeightedLayer, columns: int) -> int | None:

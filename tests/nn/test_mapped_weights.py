@@ -14,9 +14,13 @@ from qtk.nn.mapped_weights import bounded, has_mapped, is_mapped, rewrite
 MEGABYTE = 1 << 20
 
 
-def resident_files():
+def resident(kind):
     with open("/proc/self/status", encoding="utf-8") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssFile")) * 1024
+        return next(int(line.split()[1]) for line in file if line.startswith(kind)) * 1024
+
+
+def resident_files():
+    return resident("RssFile")
 
 
 @pytest.fixture
@@ -45,6 +49,25 @@ def test_weights_are_dropped_while_a_model_runs_and_read_again(model):
     for hook in hooks:
         hook.remove()
     assert torch.equal(model(x), expected)
+
+
+def kept_of_freed_blocks():
+    """Bytes that stay in memory of 12 blocks of 6 MB that were freed below a block that is in use."""
+    before = resident("RssAnon")
+    blocks = [torch.ones(6, MEGABYTE // 4) for _ in range(12)]
+    above = torch.ones(1000)
+    del blocks
+    kept = resident("RssAnon") - before
+    del above
+    return kept
+
+
+def test_large_blocks_go_back_to_the_system_while_it_runs(model):
+    torch.ones(16, MEGABYTE // 4)  # after such a block glibc takes smaller ones from the heap
+    with bounded(model, limit_bytes=7 * MEGABYTE):
+        with bounded(model, limit_bytes=7 * MEGABYTE):
+            assert kept_of_freed_blocks() < 6 * MEGABYTE
+        assert kept_of_freed_blocks() < 6 * MEGABYTE
 
 
 def test_what_was_written_before_or_inside_stays(model):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from qtk.calls.calls import detached
@@ -33,19 +35,28 @@ def lost_backwards(
 
 
 def _backwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    """Names of the custom functions in the autograd graph of a run; empty if the model does not run with gradients."""
-    try:
-        tensors = {name: _with_gradient(parameter.detach()) for name, parameter in model.named_parameters()}
-        tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-        args, kwargs = pytree.tree_map_only(Tensor, _with_gradient, detached((args, kwargs)))
-        with untouched(model), bounded(model), torch.enable_grad():
-            output = functional_call(model.train(), tensors, args, kwargs)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:
-        return set()
-    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return {kind.__qualname__ for result in results for kind in custom_functions(result) if _is_custom(kind)}
+    """Names of the custom functions in the autograd graph of a run; empty if the model does not run with gradients.
+
+    The graph keeps no value for a backward pass, unless the forward differentiates something itself.
+    """
+    for keeping in (saved_tensors_hooks(lambda _: None, _refuse), nullcontext()):
+        try:
+            tensors = {name: _with_gradient(parameter.detach()) for name, parameter in model.named_parameters()}
+            tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+            own_args, own_kwargs = pytree.tree_map_only(Tensor, _with_gradient, detached((args, kwargs)))
+            with untouched(model), bounded(model), torch.enable_grad(), keeping:
+                output = functional_call(model.train(), tensors, own_args, own_kwargs)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            continue
+        results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return {kind.__qualname__ for result in results for kind in custom_functions(result) if _is_custom(kind)}
+    return set()
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("this value was not kept for a backward pass")
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:

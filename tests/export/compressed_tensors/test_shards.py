@@ -1,6 +1,8 @@
 """Shards, read by the library that others read them with."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -57,3 +59,37 @@ def test_several_files_have_an_index_and_are_split_as_by_hugging_face(tmp_path, 
 def test_no_tensor_is_a_file_too(tmp_path):
     assert written(tmp_path, {}) == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors") == {}
+
+
+def test_bytes_are_the_same_where_the_system_copies_all_a_part_or_nothing_of_a_file(tmp_path, monkeypatch):
+    own, asked = os.copy_file_range, []
+
+    def part(source, target, count, offset):
+        asked.append(count)
+        if len(asked) % 2 == 0:
+            raise OSError(errno.EXDEV, "not supported")
+        return own(source, target, max(1, count // 2), offset)
+
+    def short(source, target, count, offset):
+        return own(source, target, min(count, 5), offset)
+
+    (tmp_path / "system").mkdir()
+    expected = written(tmp_path / "system"), (tmp_path / "system" / "model.safetensors").read_bytes()
+    for name, copying in {"part": part, "short": short, "nothing": None}.items():
+        if copying is None:
+            monkeypatch.delattr(os, "copy_file_range")
+        else:
+            monkeypatch.setattr(os, "copy_file_range", copying)
+        (tmp_path / name).mkdir()
+        found = written(tmp_path / name), (tmp_path / name / "model.safetensors").read_bytes()
+        assert found == expected
+    assert len(asked) > 4
+
+
+def test_the_system_copies_what_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards.shutil, "copyfileobj", lambda source, target, size: left.append(source.read()))
+    left: list[bytes] = []
+    written(tmp_path)
+    assert left
+    assert not any(left)
+    assert all(same(load_file(tmp_path / "model.safetensors")[name], each) for name, each in TENSORS.items())
