@@ -136,7 +136,7 @@ def _errors_of_disk(target: Path) -> Iterator[None]:
 
 
 def _is_of_disk(error: OSError, stage: Path) -> bool:
-    """Whether an error in the block comes from writing into ``stage``; the block may read files elsewhere too."""
+    """Says whether an error in the block comes from writing into ``stage``; the block may read files elsewhere too."""
     if isinstance(error.filename, (str, os.PathLike)):
         return Path(error.filename).absolute().is_relative_to(stage)
     return error.errno in _DISK_ERRORS
@@ -199,7 +199,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _is_locked(directory: Path) -> bool | None:
-    """Whether a process holds a lock on ``directory``; ``None`` on a file system without locks."""
+    """Says whether a process holds a lock on ``directory``; ``None`` on a file system without locks."""
     import fcntl  # loaded here: it is of Unix alone
 
     descriptor = os.open(directory, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """The edge of the package: public functions check their arguments, and nothing raw leaves qtk's own code.
 
 Arguments are compared with the annotations of the function, without converting them: the annotation is the rule. An
-object that is ``Settled`` takes no attribute that nothing would read.
+object that is ``RejectsUnknownAttributes`` takes no attribute that nothing would read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from qtk.errors import ArgumentError, ConfigError, InternalError, QtkError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-SUBJECTS = frozenset({"model", "example_inputs", "data", "batches", "config", "scheme", "sim",
+SELF_CHECKED = frozenset({"model", "example_inputs", "data", "batches", "config", "scheme", "sim",
                       "dynamic_shapes"})
 """Parameters that functions judge themselves, for they can say more about them than that the type is another."""
 
-MARK = "__qtk_public__"
+ANNOTATIONS_ATTR = "__qtk_public__"
 """Attribute of a public function: a function that returns the annotations it checks."""
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydantic", "pydantic_core", "yaml", "tqdm",
@@ -44,7 +44,7 @@ MODEL_CODE: set[types.CodeType] = set()
 MODEL_PACKAGE, GRAPH_FILE, BOUND_FILE = "qtk.nn.", "eval_with_key", "<bound graph>"
 """Modules that models are made of, and the files of code that torch, and qtk, generate for graphs."""
 
-NOT_OURS = (QtkError, MemoryError, torch.OutOfMemoryError, Warning)
+PASS_THROUGH = (QtkError, MemoryError, torch.OutOfMemoryError, Warning)
 
 ABSTRACT = {int: numbers.Integral, float: numbers.Real}
 """Numbers of NumPy are numbers too."""
@@ -105,7 +105,7 @@ def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
     @functools.cache
     def annotations() -> dict[str, Any]:
         judged = {parameter: text for parameter, text in function.__annotations__.items()
-                  if parameter not in SUBJECTS and parameter != "return"}
+                  if parameter not in SELF_CHECKED and parameter != "return"}
         scope = inspect.unwrap(function).__globals__
         return typing.get_type_hints(types.SimpleNamespace(__annotations__=judged), scope)
 
@@ -123,7 +123,7 @@ def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
                                     f"{_repr(arguments[parameter])}")
         try:
             return function(*args, **kwargs)
-        except NOT_OURS:
+        except PASS_THROUGH:
             raise
         except Exception as error:
             if (place := raised_by_us(error)) is None:
@@ -132,12 +132,12 @@ def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
                                 "of qtk, please report it with this traceback; nothing is known of the state of what "
                                 "it was given") from error
 
-    setattr(entered, MARK, annotations)
+    setattr(entered, ANNOTATIONS_ATTR, annotations)
     return entered
 
 
 def _fields(annotations: Mapping[str, Any], keywords: list[str]) -> str:
-    """What to write where keywords are fields of a value that the function takes; empty if none is.
+    """Returns what to write where keywords are fields of a value that the function takes; empty if none is.
 
     >>> @dataclasses.dataclass
     ... class Options:
@@ -267,10 +267,10 @@ def raised_by_us(error: BaseException) -> str | None:
     return place
 
 
-class Settled:
+class RejectsUnknownAttributes:
     """Refuses to set attributes that nothing would read: arguments of the constructor, and unknown names.
 
-    >>> class Circle(Settled):
+    >>> class Circle(RejectsUnknownAttributes):
     ...     def __init__(self, radius: float) -> None:
     ...         self.radius = radius
     >>> circle = Circle(radius=1.0)
@@ -292,9 +292,10 @@ class Settled:
         super().__setattr__(name, value)
 
     def _why_not(self, name: str) -> str | None:
-        """Why an attribute cannot be set; ``None`` if it can."""
+        """Says why an attribute cannot be set; ``None`` if it can."""
         kind = type(self)
-        above = [each for each in kind.__mro__ if issubclass(each, Settled) and each is not Settled]
+        above = [each for each in kind.__mro__
+                 if issubclass(each, RejectsUnknownAttributes) and each is not RejectsUnknownAttributes]
         parameters = {each: None for base in above for each in inspect.signature(base).parameters}
         member = getattr(kind, name, None)
         if isinstance(member, property) or any(name in inspect.get_annotations(base) for base in above):

@@ -24,7 +24,7 @@ from qtk.data.labels import without_labels
 from qtk.data.sequences import Reset, Sequences
 from qtk.data.valid_tokens import Valid
 from qtk.graph.simulation import Simulation
-from qtk.public import Settled, public
+from qtk.public import RejectsUnknownAttributes, public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.account import Account
 from qtk.report.data_report import DataReport
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @public
-class QuantSim(Settled):
+class QuantSim(RejectsUnknownAttributes):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
     Every method calls one function of ``qtk.workflow``, ``qtk.analysis`` or ``qtk.training``, whose docstring has the

@@ -170,7 +170,7 @@ def _with_settings(where: str, default_value: T, keywords: Sequence[ast.keyword]
 
 
 def _is_like(value: object, default: object) -> bool:
-    """Whether ``value`` has the type of ``default``; where that is ``None`` or a float, a number or ``None``."""
+    """Says whether ``value`` has the type of ``default``; where that is ``None`` or a float, a number or ``None``."""
     if default is None or isinstance(default, float):
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     return type(value) is type(default)

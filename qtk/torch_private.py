@@ -262,7 +262,7 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often ``tensor`` has been written in place."""
+    """Says how often ``tensor`` has been written in place."""
     return tensor._version
 
 
@@ -292,7 +292,7 @@ def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
 
 
 def has_length_hint(length: int | torch.SymInt) -> bool:
-    """Whether a length is known of the example inputs, not decided by data as a length after ``nonzero``."""
+    """Says whether a length is known of the example inputs, not decided by data as a length after ``nonzero``."""
     return isinstance(length, int) or bool(length.node.has_hint())
 
 
@@ -353,24 +353,24 @@ def _copied(registry: Any) -> Any:
 
 
 def is_traced() -> bool:
-    """Whether a tracer, a dispatch mode or a function transform (make_fx, jit, vmap) is active."""
+    """Says whether a tracer, a dispatch mode or a function transform (make_fx, jit, vmap) is active."""
     return torch._C._len_torch_dispatch_stack() > 0 or (
         torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None)
 
 
 def hooks_on_saved_tensors_work() -> bool:
-    """Whether nobody has switched them off; checkpointing needs them."""
+    """Says whether nobody has switched them off; checkpointing needs them."""
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return enabled
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward pass."""
+    """Says whether this thread computes a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def saves_result(x: Tensor) -> bool:
-    """Whether the op that made ``x`` keeps it for its own gradient."""
+    """Says whether the op that made ``x`` keeps it for its own gradient."""
     return hasattr(x.grad_fn, "_raw_saved_result")
 
 

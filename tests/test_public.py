@@ -15,7 +15,7 @@ from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import recipe, verify
 from qtk.errors import ArgumentError, ConfigError, InternalError, QtkError, SpecError
-from qtk.public import MARK, Settled, fits, public, runs_model
+from qtk.public import ANNOTATIONS_ATTR, RejectsUnknownAttributes, fits, public, runs_model
 from qtk.quantsim import QuantSim
 
 X = torch.randn(4, 8)
@@ -45,7 +45,7 @@ def entries() -> dict[str, Callable[..., Any]]:
 @pytest.mark.medium
 @pytest.mark.parametrize("name", entries())
 def test_every_entry_is_marked(name):
-    assert getattr(entries()[name], MARK, False), f"{name} lacks @public"
+    assert getattr(entries()[name], ANNOTATIONS_ATTR, False), f"{name} lacks @public"
 
 
 @pytest.mark.parametrize(("value", "annotation", "fit"), [
@@ -199,7 +199,7 @@ def test_what_other_code_raises_keeps_its_own_error():
 
 def test_annotations_can_be_read():
     """A name that only a type checker sees would fail at the first call."""
-    assert all(isinstance(getattr(entry, MARK)(), dict) for entry in entries().values())
+    assert all(isinstance(getattr(entry, ANNOTATIONS_ATTR)(), dict) for entry in entries().values())
 
 
 def test_an_int_of_more_digits_than_python_writes_is_shown_by_its_type():
@@ -207,7 +207,7 @@ def test_an_int_of_more_digits_than_python_writes_is_shown_by_its_type():
         qtk.dtype(10**5000)
 
 
-class Engine(Settled):
+class Engine(RejectsUnknownAttributes):
     running: bool
 
     def __init__(self, power, fuel="diesel"):

@@ -420,7 +420,7 @@ def test_reset_is_short_for_sequences():
 
 
 def test_it_is_one_class_whose_methods_are_its_own():
-    assert [each.__name__ for each in qtk.QuantSim.__mro__] == ["QuantSim", "Settled", "object"]
+    assert [each.__name__ for each in qtk.QuantSim.__mro__] == ["QuantSim", "RejectsUnknownAttributes", "object"]
     assert {name for name in dir(qtk.QuantSim) if not name.startswith("_")} == {
         "check", "compare", "compute_encodings", "data_report", "drift", "encodings", "export", "fix_ranges", "forget",
         "freeze", "from_checkpoint", "learn_ranges", "load", "load_encodings", "load_float_state_dict", "model", "plan",

@@ -105,5 +105,5 @@ def block_axis(spec: QuantSpec, shape: Shape | None) -> tuple[int, int]:
 
 
 def is_lpbq(spec: QuantSpec) -> bool:
-    """Whether block scales are integers times a float for each channel."""
+    """Says whether block scales are integers times a float for each channel."""
     return spec.scale_format is ScaleFormat.INT4

@@ -99,7 +99,7 @@ def sites_of(
 
 
 def is_movement(name: str, scoped: Mapping[str, ExportedName] = MappingProxyType({})) -> bool:
-    """Whether a name belongs to a value that an operator only moved; ``scoped`` as in ``sites_of``."""
+    """Says whether a name belongs to a value that an operator only moved; ``scoped`` as in ``sites_of``."""
     exported = scoped.get(name) or parse(name)
     return exported is not None and exported.op in MOVEMENT
 

@@ -33,7 +33,7 @@ ADAM_DECAYS = 0.9, 0.999
 
 
 @dataclass(frozen=True, slots=True)
-class Descent:
+class RoundingDescent:
     """The gradient descent on the relaxed choices.
 
     Args:
@@ -51,7 +51,7 @@ class Descent:
 
 def adaround(
     weight: Tensor, grid: WeightGrid, error: OutputError, activation_error: ActivationError | None = None,
-    descent: Descent = Descent(),
+    descent: RoundingDescent = RoundingDescent(),
 ) -> Tensor:
     """Rounds each weight to its grid; no output's error is above the error of rounding to nearest.
 
@@ -71,7 +71,7 @@ def adaround(
         raise CalibrationError(f"AdaRound needs codes that are integers, not {grid.spec.dtype}")
     if error.gram.shape[1] > 1:
         raise CalibrationError("AdaRound needs the Gram matrix of all columns, not of blocks")
-    choices = Choices(weight, grid)
+    choices = RoundingChoices(weight, grid)
     nearest = grid.nearest(weight)
     objective = activation_error or error
     unit = _error_per_weight(weight - nearest, error if activation_error is None else activation_error)
@@ -86,7 +86,8 @@ def adaround(
 
 
 def _relaxed_choices(
-    weight: Tensor, choices: Choices, error: OutputError | ActivationError, unit: Tensor, descent: Descent
+    weight: Tensor, choices: RoundingChoices, error: OutputError | ActivationError, unit: Tensor,
+    descent: RoundingDescent,
 ) -> Tensor:
     """``h(V)`` after gradient descent, close to 0 or 1."""
     variable = choices.initial_variable()
@@ -105,7 +106,7 @@ def _relaxed_choices(
     return _rectified_sigmoid(variable)[0]
 
 
-class Choices:
+class RoundingChoices:
     """The grid points below and above each weight; they are equal where the weight is clipped.
 
     Args:

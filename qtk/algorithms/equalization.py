@@ -106,7 +106,7 @@ def equalize(
 
 
 def absorbed_bias(mean: Tensor, std: Tensor, smallest: Tensor) -> Tensor:
-    """What a ReLU lets pass unchanged nearly always, so that the next layer's bias can take it up.
+    """Returns what a ReLU lets pass unchanged nearly always, so that the next layer's bias can take it up.
 
     c = max(0, mean − 3 std) of the values before the ReLU (arXiv:1906.04721, §4.1.3), and no more than the smallest of
     them that was seen.

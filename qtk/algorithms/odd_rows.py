@@ -16,7 +16,7 @@ LEAST = 4
 
 
 def odd_rows(table_RF: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each row is from the median row, and the statistic in which it is farthest.
+    """Says how far each row is from the median row, and the statistic in which it is farthest.
 
     Of each statistic the distance to the median counts in units of the median absolute deviation over all rows; a
     row's score is the root mean square over statistics, of which NaN (unknown) counts as 0.

@@ -25,7 +25,7 @@ PAIRS = [list(pair) for pair in combinations(range(FOUR), 2)]
 def prune_two_of_four(
     weight: Tensor, hessian: Tensor, fours: Tensor, linear: Tensor | None = None, *, damping: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Which weights are pruned, and the weights after that, in float.
+    """Returns which weights are pruned, and the weights after that, in float.
 
     Args:
         weight: float weights, in the dtype to compute in.

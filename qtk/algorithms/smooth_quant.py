@@ -62,7 +62,7 @@ def per_channel(scale: Tensor, axis: int, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
+class SmoothedProduct:
     """A product of an input and a weight.
 
     Args:
@@ -95,7 +95,7 @@ class SmoothedInput:
         axis: int,
         variable: Tensor,
         round_input: Callable[[Tensor, Tensor], Tensor],
-        products: Sequence[Product],
+        products: Sequence[SmoothedProduct],
     ) -> None:
         self.samples = samples
         self.axis = axis

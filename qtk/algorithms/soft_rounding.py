@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch  # noqa: F401  the example uses it
 from torch import Tensor
 
-from qtk.algorithms.adaround import GAMMA, ZETA, Choices
+from qtk.algorithms.adaround import GAMMA, ZETA, RoundingChoices
 from qtk.algorithms.weight_grid import WeightGrid
 
 EDGE = 0.02
@@ -39,7 +39,7 @@ class SoftRounding:
     """
 
     def __init__(self, weight: Tensor, grid: WeightGrid, near: Tensor) -> None:
-        self._choices = Choices(weight, grid, near)
+        self._choices = RoundingChoices(weight, grid, near)
         present = near / self._choices.scale - self._choices.lower
         self._choices.fraction.add_(present).mul_(0.5).clamp_(EDGE, 1 - EDGE)
         self.variable = self._choices.initial_variable().requires_grad_()

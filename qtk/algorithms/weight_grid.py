@@ -40,7 +40,7 @@ class WeightGrid:
 
     @property
     def is_pruned(self) -> Tensor:
-        """Which weights stay 0. Shape: bool, as ``scale``."""
+        """Returns which weights stay 0. Shape: bool, as ``scale``."""
         return self.scale == PRUNED_SCALE
 
     def pruned(self, zeros: Tensor) -> WeightGrid:

@@ -177,7 +177,7 @@ class _Totals:
 
     @property
     def unit(self) -> float:
-        """What a sum over batches is divided by."""
+        """Returns what a sum over batches is divided by."""
         return float(self.batches) if self.user_loss is not None else self.signal
 
     def loss(self, output: object, batch: Batch, reference: Sequence[_Output]) -> Tensor:

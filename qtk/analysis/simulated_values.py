@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from qtk.data.valid_tokens import ValidTokens
-from qtk.export.simulated_sites import SimulatedSite, Step, simulated_sites, step_of
+from qtk.export.simulated_sites import SimulatedSite, StepSize, simulated_sites, step_of
 from qtk.quantizers.quantizer import Quantizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reference:
+class SimulatedValue:
     """A value that what a runtime computes is compared with.
 
     Args:
@@ -24,7 +24,7 @@ class Reference:
     """
 
     value: Tensor
-    step: Step = None
+    step: StepSize = None
     counted: Tensor | None = None
 
 
@@ -47,12 +47,12 @@ class SimulatedValues:
         for site in simulated_sites(graph):
             self._sites[site.quantizer].append(site)
         self._steps, self._tokens = steps, tokens
-        self._values: dict[Quantizer, list[Reference]] = defaultdict(list)
+        self._values: dict[Quantizer, list[SimulatedValue]] = defaultdict(list)
         self._handles = [quantizer.register_forward_hook(self._record) for quantizer in self._sites]
 
-    def take(self) -> dict[tuple[str, int], Reference]:
+    def take(self) -> dict[tuple[str, int], SimulatedValue]:
         """Site and ordinal → value and scale, since the last call."""
-        taken: dict[tuple[str, int], Reference] = {}
+        taken: dict[tuple[str, int], SimulatedValue] = {}
         for quantizer, sites in self._sites.items():
             calls = [
                 (step, position) for position, site in enumerate(sites)
@@ -73,4 +73,4 @@ class SimulatedValues:
     def _record(self, quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(quantizer, Quantizer)
         counted = None if self._tokens is None else self._tokens.counted(quantizer, output)
-        self._values[quantizer].append(Reference(output.detach(), step_of(quantizer, output, inputs[0]), counted))
+        self._values[quantizer].append(SimulatedValue(output.detach(), step_of(quantizer, output, inputs[0]), counted))

@@ -64,7 +64,7 @@ class BitAssignment:
     Args:
         unit: what the budget counts.
         budget: how much it allows.
-        rows: the widths, those first that would lose most in the fewest bits.
+        rows: the widths; first the sites that would lose most in the fewest bits.
         measured: the assignment taken first, then others that were measured.
         frontier: (cost, estimated loss) of the best assignments for all budgets.
         config: the config of the simulation, with a rule for every site.
@@ -85,11 +85,11 @@ class BitAssignment:
 
     @property
     def cost(self) -> float:
-        """What it costs, in the unit of the budget."""
+        """Returns what it costs, in the unit of the budget."""
         return self.measured[0].cost
 
     def table(self) -> Table:
-        """What was measured, then a row for each site."""
+        """Returns what was measured, then a row for each site."""
         choices = list(self.rows[0].losses) if self.rows else []
         columns = (Column("site"), Column("bits", number=True),
                    *(Column(f"loss at {each}", number=True) for each in choices))
@@ -98,7 +98,7 @@ class BitAssignment:
         return Table(f"{self.unit}: {self.cost:,.6g} of {self.budget:,.6g}", columns, rows)
 
     def summary(self) -> Table:
-        """What was measured: this assignment beside equal widths everywhere."""
+        """Returns what was measured: this assignment beside equal widths everywhere."""
         columns = (Column("widths"), Column(self.unit, number=True),
                    Column("loss" if self.is_loss else "SQNR, dB", number=True), Column("estimated", number=True),
                    Column(""))
@@ -132,7 +132,7 @@ class BitAssignment:
             raise ExportError(f"{target} cannot be written: {error}") from error
 
     def content(self) -> dict[str, object]:
-        """What ``save`` writes."""
+        """Returns what ``save`` writes."""
         count = len(self.base.rules)
         rules = [rule.model_dump(mode="json", exclude_defaults=True) for rule in self.config.rules[count:]]
         name = _shipped(self.base)

@@ -66,7 +66,7 @@ class _Estimates:
     others: float
 
     def loss(self, picks: Sequence[int]) -> float:
-        """The sum of what all sites lose, those that keep their width too."""
+        """The sum of what all sites lose, sites that keep their width included."""
         return self.others + sum(losses[pick] for losses, pick in zip(self.losses, picks, strict=True))
 
 
@@ -205,7 +205,7 @@ class BitSearch:
         return config
 
     def _estimates(self) -> _Estimates:
-        """Estimates for all members; those that no gradient reaches, or that carry a mask, keep their width."""
+        """Estimates for all members; a member that no gradient reaches, or that carries a mask, keeps its width."""
         rows: list[dict[str, float]] = []
         sizes: list[list[float]] = []
         weights, increases = weights_of(self._sim.simulation, self._members), dict[str, float]()
@@ -235,13 +235,13 @@ class BitSearch:
                           [sum(each.numel() for each in weights[index]) for index in known], others)
 
     def _can_be_set(self, member: Member) -> bool:
-        """Whether calibration left the member quantized, and latencies depend on it if they are asked for."""
+        """Says whether calibration left the member quantized, and latencies depend on it if they are asked for."""
         multiplied = {site for product in self._products for site in product.operands}
         return all(site in self._trial.simulation.quantizers for site in member.sites) and (
             self._kind != "milliseconds" or not multiplied.isdisjoint(member.sites))
 
     def _costs(self, estimates: _Estimates) -> Costs:
-        """What an assignment costs in the unit of the budget."""
+        """Returns what an assignment costs in the unit of the budget."""
         if self._kind == "bytes":
             return single(estimates.sizes, estimates.left)
         if self._kind == "weight_bits":

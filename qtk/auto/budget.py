@@ -40,7 +40,7 @@ class Budget:
         self._latency: WholeLatency | None = None
 
     def milliseconds(self, simulation: Callable[[], QuantSim]) -> float | None:
-        """How long a call takes in ONNX Runtime; ``None`` if the budget has no milliseconds.
+        """Says how long a call takes in ONNX Runtime; ``None`` if the budget has no milliseconds.
 
         Raises: ExportError if onnxruntime is missing, or the export fails; CalibrationError for a model in parts.
         """
@@ -51,7 +51,7 @@ class Budget:
         return self._latency.ratio(simulation(), progress=False) * self._latency.first_ms
 
     def exceeded(self, size_bytes: int | None, latency_ms: float | None) -> str | None:
-        """Why a setting is too dear; ``None`` if it is not."""
+        """Says why a setting is too dear; ``None`` if it is not."""
         for limit, value, what in ((self._limits.get("bytes"), size_bytes, "bytes of parameters"),
                                    (self._limits.get("milliseconds"), latency_ms, "ms")):
             if limit is not None and value is not None and value > limit:

@@ -34,7 +34,7 @@ class MatrixProduct:
         node: the op.
         operands: the sites whose codes it multiplies, data first; ``None`` for one that is not quantized.
         calls: how often it is computed when the model is called once.
-        longer: the lengths of dynamic axes, as multiples of those at capture.
+        longer: the lengths of dynamic axes, as multiples of the lengths at capture.
     """
 
     node: fx.Node
@@ -44,7 +44,7 @@ class MatrixProduct:
 
     @property
     def multiplications(self) -> int:
-        """How many it makes when the model is called once."""
+        """Says how many it makes when the model is called once."""
         row = row_of(self.node)
         assert row is not None
         data, other = operand_ports(self.node)

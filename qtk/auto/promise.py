@@ -72,7 +72,7 @@ class Promise:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the samples suffice for a setting that changes no score."""
+        """Says whether the samples suffice for a setting that changes no score."""
         return self._is_below(torch.zeros(len(self.scores), dtype=torch.float64), self.max_drop, 1)
 
     def searched_drop(self, scores: Tensor) -> float:
@@ -80,7 +80,7 @@ class Promise:
         return float(self._differences(scores)[self._search].mean())
 
     def is_promising(self, scores: Tensor) -> bool:
-        """Whether the test will hold the drop if the samples that judge are like the samples of the search."""
+        """Says whether the test will hold the drop if the samples that judge are like the samples of the search."""
         growth = _log_gains(self._differences(scores)[self._search], self.max_drop).mean(1).max()
         return float(growth) * self.judges >= self._log_limit(self.judged + 1)
 
@@ -118,7 +118,7 @@ class Promise:
         return sorted(rows, key=lambda row: -row[1])
 
     def _is_below(self, differences: Tensor, drop: float, count: int) -> bool:
-        """Whether the setting judged as number ``count`` is shown to lose less than ``drop``."""
+        """Says whether the setting judged as number ``count`` is shown to lose less than ``drop``."""
         weights = _log_gains(differences[self._search], drop).sum(1).log_softmax(0)
         gains = _log_gains(differences[self._judges], drop)
         step = math.ceil(gains.shape[1] / LOOKS)

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from qtk.analysis.float_outputs import FloatOutputs, sqnr_db
 from qtk.auto.budget import Budget, Limits
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import DYNAMIC, FEW_BITS, ladder
 from qtk.auto.latency import WholeLatency
 from qtk.auto.metric import Evaluate, Metric
 from qtk.auto.promise import Promise
 from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.auto.trial_log import Measured, TrialLog
+from qtk.auto.trial_order import DYNAMIC, FEW_BITS, trial_order
 from qtk.calls.states import set_states
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
@@ -208,7 +208,7 @@ class _Run:
 
     @property
     def promise(self) -> Promise | None:
-        """What holds the drop, where there are scores per sample."""
+        """Returns what holds the drop, where there are scores per sample."""
         return None if self.metric is None else self.metric.promise
 
     def finish(self, first: Choices, *, progress: bool) -> Quantized:
@@ -216,7 +216,7 @@ class _Run:
         late = False
         steps = itertools.chain(
             [("plain calibration", first)],
-            ladder(lambda: self.best or first, self._ranked, self.builder.price,
+            trial_order(lambda: self.best or first, self._ranked, self.builder.price,
                    dynamic=self.builder.dynamic is not None, few_bits=all(
                        isinstance(bits, int) and bits <= FEW_BITS
                        for bits in (self.builder.weight_bits, self.builder.activation_bits)))
@@ -237,18 +237,18 @@ class _Run:
         return Quantized(self.sim or self.builder.simulation(self.best), self.account)
 
     def _is_done(self) -> bool:
-        """Whether the drop is met: as promised, or as measured where the samples are too few for any promise."""
+        """Says whether the drop is met: as promised, or as measured where the samples are too few for any promise."""
         best = self.account.best
         if self.promise is None or self.promise.is_possible or best is None or best.drop is None:
             return self.account.reached
         return best.drop <= self.account.max_drop
 
     def _is_over(self, share: float = 1.0) -> bool:
-        """Whether this share of the time limit is over."""
+        """Says whether this share of the time limit is over."""
         return time.monotonic() - self.begun > share * self.time_limit
 
     def _leaves_out(self, step: str, choices: Choices) -> bool:
-        """Whether the trial would take the time of those with precise sites, which lose least."""
+        """Says whether the trial would take the time of trials with precise sites, which lose least."""
         is_last_resort = step == DYNAMIC or choices.precise or self.best is None or self.log.find(choices) is not None
         return not is_last_resort and self._is_over(SEARCHED)
 
@@ -324,7 +324,7 @@ class _Run:
             trials[index] = replace(trials[index], latency_ms=factor * whole.first_ms)
 
     def _ranked(self) -> list[str]:
-        """The sites, those first without whose quantization the error of the outputs would fall most."""
+        """The sites; first the sites whose quantization adds most to the error of the outputs."""
         ranking = self.log.ranking
         if ranking is None and self.best is not None:
             begun = time.monotonic()

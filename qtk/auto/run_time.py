@@ -162,14 +162,14 @@ class _Ops:
                     self.time += self._elements(root) * self._kernels.dequantize
 
     def _is_fused(self, node: fx.Node, row: OpRow) -> bool:
-        """Whether the op is a rectifier or clamp that runtimes compute with the product or sum in front of it."""
+        """Says whether the op is a rectifier or clamp that runtimes compute with the product or sum in front of it."""
         if not row.activation or not (row.rectifier or row.scaling is Scaling.CLAMPED):
             return False
         before = row_of(self._maker(node.all_input_nodes[0]))
         return before is not None and (before.product is not None or before.kind == "add")
 
     def _is_quantized(self, node: fx.Node) -> bool:
-        """Whether the result is quantized, behind a rectifier or clamp maybe."""
+        """Says whether the result is quantized, behind a rectifier or clamp maybe."""
         def is_quantized(user: fx.Node) -> bool:
             row = row_of(user)
             return quantizer_called(user) is not None or (
@@ -183,7 +183,7 @@ class _Ops:
         return root if quantizer_called(root) is None else self._maker(root.all_input_nodes[0])
 
     def _plan(self, value: fx.Node) -> SitePlan | None:
-        """How a value is quantized; ``None`` of floats."""
+        """Says how a value is quantized; ``None`` of floats."""
         quantizer = self._calls.made_by(value)
         return None if quantizer is None else self._plans.get(quantizer)
 

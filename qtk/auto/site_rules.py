@@ -58,11 +58,11 @@ class SiteRules:
         return config.model_copy(update={"rules": (*config.rules, *steps)})
 
     def is_weight(self, site: Site) -> bool:
-        """Whether rules set a site as a weight."""
+        """Says whether rules set a site as a weight."""
         return site in self._static
 
     def groups(self) -> list[list[Site]]:
-        """The sites in plan order, those that no rule can set apart together."""
+        """The sites in plan order; sites that no rule can set apart are together."""
         by_rule: dict[tuple[bool, tuple[str, ...]], list[Site]] = {}
         for site in self.sites:
             weight = site in self._static
@@ -108,7 +108,7 @@ def _weights(node: fx.Node, quantizers: Collection[fx.Node]) -> Iterator[Site]:
 
 
 def _passed(value: fx.Node, quantizers: Collection[fx.Node]) -> Iterator[Site]:
-    """The sites of a value, and of those that it was moved from."""
+    """The sites of a value, and of the values that it was moved from."""
     while True:
         yield value_site(value)
         row = row_of(value) if value.op == "call_function" else None

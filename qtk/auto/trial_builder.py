@@ -32,7 +32,7 @@ class TrialBuilder:
         model: the prepared model, which stays as it is.
         example_inputs: inputs it runs on.
         config: the configuration of the target.
-        dynamic: the one of the same runtime that quantizes activations at run time; ``None`` if there is none.
+        dynamic: the target of the same runtime that quantizes activations at run time; ``None`` if there is none.
         weight_bits: width of weights.
         activation_bits: width of activations.
         batches: the data to calibrate with.
@@ -68,9 +68,9 @@ class TrialBuilder:
         return sim
 
     def ranking(self, choices: Choices) -> list[str]:
-        """The names of the sites that can be left precise, the one that the outputs gain most by first.
+        """The names of the sites that can be left precise, most gain of the outputs first.
 
-        Those that were not measured go by the estimate of what they cost alone; those that cost nothing are left out.
+        Sites that were not measured go by the estimate of what they cost alone; sites that cost nothing are left out.
         """
         names = SiteRules(self._planned(choices.scheme, self._base(choices)).simulation).names()
         rows = sensitivity(self.simulation(choices).simulation, self.batches, forward=self.forward, valid=self.valid,

@@ -35,12 +35,12 @@ PairCost: TypeAlias = Callable[[MatrixProduct, Choice, Choice], float]
 
 
 def bits_of(width: Choice) -> int:
-    """How many bits a value of this width has."""
+    """Says how many bits a value of this width has."""
     return FLOAT_BITS if width == "float" else width
 
 
 def setting_of(width: Choice) -> Setting:
-    """What a rule says of a tensor of this width."""
+    """Returns what a rule says of a tensor of this width."""
     return "float" if width == "float" else TensorSetting(bits=width)
 
 
@@ -79,7 +79,7 @@ class Costs:
 
 
 def members(simulation: Simulation, *, only_weights: bool) -> list[Member]:
-    """What can have a width of its own: neither frozen, nor learned, nor rounded by a layer-wise method."""
+    """Returns what can have a width of its own: neither frozen, nor learned, nor rounded by a layer-wise method."""
     rules = SiteRules(simulation)
     found = (Member(tuple(sites), rules.is_weight(sites[0])) for sites in rules.groups())
     return [each for each in found if (each.is_weight or not only_weights) and not any(

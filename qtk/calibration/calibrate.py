@@ -286,7 +286,7 @@ def _maskable_leaders(simulation: Simulation) -> set[Site]:
 
 
 def _is_unseen(decided: SitePlan, observer: Observer) -> bool:
-    """Whether no data reached a site that has a range without them."""
+    """Says whether no data reached a site that has a range without them."""
     return decided.range is not None and observer.count == 0
 
 

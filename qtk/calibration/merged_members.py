@@ -191,7 +191,7 @@ class _LabelWalk:
         return torch.unique(labels).tolist() if isinstance(labels, Tensor) else []
 
     def _moved_labels(self, node: fx.Node, other: Callable[[fx.Node], float]) -> Any:
-        """What an op makes of labels in place of floats, ``None`` if it does not run on them.
+        """Returns what an op makes of labels in place of floats, ``None`` if it does not run on them.
 
         ``other``: the label of a value that has none.
         """

@@ -132,7 +132,7 @@ class SiteSamples:
                                   reason=f"{lost.reason}, as it shares a range with {others}")
 
     def is_held_at_run_time(self, site: Site, bits: int) -> bool:
-        """Whether a width holds the values of a site that is quantized dynamically, as far as was seen.
+        """Says whether a width holds the values of a site that is quantized dynamically, as far as was seen.
 
         It does not, whatever their SQNR, where most of them become 0: the small ones may be a feature of their own.
         """

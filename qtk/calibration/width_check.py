@@ -103,7 +103,7 @@ class Loss:
         return cls(decibels(float(values.double().square().sum()), noise), zeroed)
 
     def reason(self, bits: int) -> str | None:
-        """What is wrong with so many bits; ``None`` if they hold the values."""
+        """Returns what is wrong with so many bits; ``None`` if they hold the values."""
         if self.sqnr_db < min(6.02 * bits - BELOW_FULL_DB, HIGHEST_DB):
             return f"{bits} bits leave {self.sqnr_db:.1f} dB"
         if self.zeroed > ZEROED and self.sqnr_db < FINE_DB:

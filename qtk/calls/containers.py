@@ -44,7 +44,7 @@ def register_containers(tree: object) -> Iterator[str]:
 
 
 def is_cache(value: object) -> bool:
-    """Whether a value is a cache of ``transformers``, or of a class derived from one."""
+    """Says whether a value is a cache of ``transformers``, or of a class derived from one."""
     return _is_cache_class(type(value))
 
 
@@ -116,7 +116,7 @@ def _holds_tensors(value: object, depth: int = 4) -> bool:
 
 
 def registration_text(tree: object) -> str | None:
-    """How to register the classes in ``tree`` that torch cannot look into; ``None`` if there are none."""
+    """Says how to register the classes in ``tree`` that torch cannot look into; ``None`` if there are none."""
     kinds = unregistered(tree)
     if not kinds:
         return None

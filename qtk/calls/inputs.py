@@ -162,7 +162,7 @@ def unequal_axes(graph: fx.Graph, leaves: Sequence[object]) -> str | None:
 
 
 def is_free(size: object) -> bool:
-    """Whether a size of a captured tensor may vary."""
+    """Says whether a size of a captured tensor may vary."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 

@@ -47,7 +47,7 @@ class SizeLimit:
     axes: tuple[tuple[str, Axis], ...]
 
     def holds(self, lengths: Mapping[Axis, int]) -> bool:
-        """Whether it holds for these lengths."""
+        """Says whether it holds for these lengths."""
         return evaluate(self.condition, {name: lengths[axis] for name, axis in self.axes})
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class ServedSizes:
 
     @property
     def written(self) -> str:
-        """What is said of the inputs whose values are written into the graph."""
+        """Returns what is said of the inputs whose values are written into the graph."""
         return f"sizes follow from the values of {', '.join(self.values)}, which are written into the graph"
 
     def other_values(self, leaves: Mapping[str, object]) -> str | None:
@@ -131,11 +131,11 @@ class ServedSizes:
                                    f"both are {name!r}, pass inputs in which they are equal")
 
     def is_asked(self, axis: Axis) -> bool:
-        """Whether capture was asked to free an axis, by ``dynamic_shapes`` in words."""
+        """Says whether capture was asked to free an axis, by ``dynamic_shapes`` in words."""
         return self.asked == ALL or (self.asked in (BATCH, LATE) and axis[1] == 0)
 
     def remedy(self, axis: Axis, size: int) -> str:
-        """What to do for another length of an axis that the graph has fixed to ``size``."""
+        """Returns what to do for another length of an axis that the graph has fixed to ``size``."""
         asked = self.is_asked(axis)
         if size == 1:
             every = "" if asked or self.asked in (LATE, GIVEN) else ', and dynamic_shapes="all"'

@@ -142,7 +142,7 @@ def _is(value: object, default: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a constant of the code that is captured."""
+    """Says whether a value is a constant of the code that is captured."""
     return isinstance(value, (bool, int, float, str, type(None)))
 
 

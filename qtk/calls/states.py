@@ -71,9 +71,9 @@ def grown_axes(graph: CapturedGraph) -> dict[str, tuple[int, ...]]:
 def proposed_states(model: nn.Module) -> dict[Site, dict[str, int]]:
     """Site of an input that is no state yet → what to say, where one output alone may be its next value.
 
-    Of the outputs that fit it, and that the graph computes from it and from another input, that is the one with its
-    name, or, of a graph that returns something else too, the one in the same place, if there are as many of them as of
-    such inputs.
+    Of the outputs that fit it, and that the graph computes from it and from another input, that is the output with its
+    name, or, of a graph that returns something else too, the output in the same place, if there are as many as such
+    inputs.
     """
     graph = roots(model).get("")
     if graph is None:
@@ -143,14 +143,14 @@ def _is_in(path: str, name: str) -> bool:
 
 
 def _places(paths: Iterable[str]) -> list[tuple[str, ...]]:
-    """What is left of dotted paths without the beginning that all share."""
+    """Returns what is left of dotted paths without the beginning that all share."""
     split = [path.split(".") for path in paths]
     shared = next((depth for depth, names in enumerate(zip(*split, strict=False)) if len({*names}) > 1), 0)
     return [tuple(parts[shared:]) for parts in split]
 
 
 def _fits(given: fx.Node, returned: fx.Node) -> bool:
-    """Whether an output may be the next value of an input.
+    """Says whether an output may be the next value of an input.
 
     Its sizes are equal, but that a free length may become a sum with it, or be in all calls what it is in the example.
     """

@@ -131,7 +131,7 @@ class TokenInputs:
 
 
 def _may_have_tokens(leaf: Tensor, samples: int) -> bool:
-    """Whether an input is like indices or masks [samples, tokens], or embedded tokens [samples, tokens, width]."""
+    """Says whether an input is like indices or masks [samples, tokens], or embedded tokens [samples, tokens, width]."""
     return leaf.shape[0] == samples and leaf.ndim == (3 if leaf.is_floating_point() else 2)
 
 

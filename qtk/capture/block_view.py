@@ -17,7 +17,7 @@ from qtk.graph.block_cut import WRITTEN, cut
 from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import prefixes
-from qtk.nn.second_run import STATE_IS_RESTORED
+from qtk.nn.recomputation_guard import STATE_IS_RESTORED
 from qtk.operators.targets import attribute, called_module
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import MODULE_TABLES, OpOverload

@@ -30,7 +30,7 @@ class Binding:
         self._left, self._changes = 1, 0
 
     def function(self, graph: CapturedGraph) -> Callable[..., Any] | None:
-        """What a call runs in place of ``graph``; ``None`` if the graph itself."""
+        """Returns what a call runs in place of ``graph``; ``None`` if the graph itself."""
         gradients = torch.is_grad_enabled()
         for recorded, known, run in self._functions:
             if recorded is gradients and known.watch.holds():

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from torch import Tensor, fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.counts import CLOCK, is_clock
 from qtk.graph.sites import OP, OWNER, add_labels
+from qtk.graph.value_kinds import CLOCK, is_clock
 from qtk.graph.written_buffers import READ, WRITE, is_write, is_written, written_buffers
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
 from qtk.operators.targets import attribute
@@ -54,7 +54,7 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _is_in(leaf: object, buffers: Sequence[Tensor]) -> bool:
-    """Whether a tensor is one of ``buffers`` or a view of one."""
+    """Says whether a tensor is one of ``buffers`` or a view of one."""
     return isinstance(leaf, Tensor) and any(leaf is buffer or base_of(leaf) is buffer for buffer in buffers)
 
 

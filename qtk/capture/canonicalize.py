@@ -106,7 +106,7 @@ def _rename_hidden(program: ExportedProgram) -> None:
 
 
 def _takes_all(node: fx.Node) -> bool:
-    """Whether a slice, or a write into one, covers its whole axis, as ``:`` does in ``x[:, 1]``."""
+    """Says whether a slice, or a write into one, covers its whole axis, as ``:`` does in ``x[:, 1]``."""
     if node.target not in (SLICE, SLICE_SCATTER):
         return False
     defaults: tuple[fx.node.Argument, ...] = (0, None, None, 1)

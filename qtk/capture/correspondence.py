@@ -66,7 +66,7 @@ class _Matching:
         return best
 
     def _equal_arguments(self, node: fx.Node, candidate: fx.Node) -> int | None:
-        """How many arguments are the same values; ``None`` if one does not correspond."""
+        """Says how many arguments are the same values; ``None`` if one does not correspond."""
         arguments, structure = pytree.tree_flatten((node.args, node.kwargs))
         others, other_structure = pytree.tree_flatten((candidate.args, candidate.kwargs))
         if called_module(node) is None and structure != other_structure:
@@ -111,7 +111,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _is_size(argument: Any) -> bool:
-    """Whether an argument is a number computed from sizes, for which another graph may hold a constant."""
+    """Says whether an argument is a number computed from sizes, for which another graph may hold a constant."""
     return isinstance(argument, fx.Node) and not _is_value(argument) and not _is_module(argument)
 
 

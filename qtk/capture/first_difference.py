@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
-from qtk.capture.untouched import untouched
+from qtk.capture.restored import restored
 from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
@@ -36,7 +36,7 @@ def first_difference(original: nn.Module, graph: CapturedGraph, calls: Sequence[
 def _in_call(original: nn.Module, graph: CapturedGraph, call: Call) -> str | None:
     children = [module for module in original.modules() if module is not original]
     innermost = [module for module in children if not list(module.children())]
-    with untouched(original), untouched(graph), torch.no_grad():
+    with restored(original), restored(graph), torch.no_grad():
         calls = record_calls(original.eval(), [call], of=innermost)
         values = _values(graph.eval(), call)
     paths = {module: path for path, module in original.named_modules()}

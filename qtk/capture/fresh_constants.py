@@ -32,7 +32,7 @@ def settle_fresh_constants(graph: fx.Graph) -> None:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether a value is a fresh constant, or a clone of one."""
+    """Says whether a value is a fresh constant, or a clone of one."""
     while node.target is CLONE and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.target is LIFT

@@ -19,16 +19,16 @@ from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call
 from qtk.calls.served_sizes import axis_text
 from qtk.calls.signature import Kind, call_kind, signature_of
+from qtk.capture.fallback import Surroundings, capture_graph
 from qtk.capture.free_shapes import DynamicShapes
-from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedTree
+from qtk.capture.restored import restored
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.capture.tree import with_islands
-from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.varying_axes import varying_axes
-from qtk.capture.verify_prepared import Outcome, eval_difference
+from qtk.capture.verify_prepared import RunResult, eval_difference
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.sites import prefixes
 
@@ -44,7 +44,7 @@ def capture_tree(
     dynamic_shapes: DynamicShapes,
     reason: CaptureError,
     *,
-    expected: Sequence[Outcome],
+    expected: Sequence[RunResult],
     train_only: TrainOnly = MappingProxyType({}),
     excluded: Collection[str] = (),
 ) -> PreparedTree:
@@ -63,7 +63,7 @@ def capture_tree(
         from itself when run twice.
     """
     search = _IslandSearch(model, calls, None if dynamic_shapes is None else "all", excluded, train_only)
-    with untouched(model):  # the whole model: a submodule may write to modules around it
+    with restored(model):  # the whole model: a submodule may write to modules around it
         search.inside(model, "", [*calls], reason)
     search.note_uncalled(model)
     while True:
@@ -75,7 +75,7 @@ def capture_tree(
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
-            with untouched(model):
+            with restored(model):
                 search.replace(_culprit(model, search.islands, calls, error), error)
             continue
         if not uncalled:
@@ -103,7 +103,7 @@ class _IslandSearch:
 
     def inside(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
         """Leaves ``module`` in Python and tries to capture each module it calls."""
-        with untouched(module):
+        with restored(module):
             called = record_calls(module.eval(), calls)
         self._note(module, path, PYTHON if called else OPAQUE, reason)
         for child, child_calls in called.items():

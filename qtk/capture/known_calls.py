@@ -125,7 +125,7 @@ class _TensorKind:
 
 
 def fits(leaf: object, captured: object) -> bool:
-    """Whether a value is of the kind that a placeholder was captured for."""
+    """Says whether a value is of the kind that a placeholder was captured for."""
     if not isinstance(captured, _TensorKind):
         return is_plain(leaf) and leaf == captured
     return isinstance(leaf, Tensor) and leaf.ndim == captured.ndim and (

@@ -22,7 +22,7 @@ from qtk.calls.served_sizes import BATCH, SIZES, Axis, ServedSizes, SizeLimit, e
 from qtk.capture.free_shapes import LeafAxis, leaf_numbers
 from qtk.capture.prepared_model import REPORT, PreparedGraph
 from qtk.capture.recurrent_tracing import packing_checked
-from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
+from qtk.capture.verify_prepared import RunResult, eval_difference, eval_outcome, tensor_difference
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import TorchDispatchMode, pytree, size_guards
 
@@ -95,17 +95,17 @@ class OtherSizes:
         return [axis for axis, symbol in self.symbols.items() if symbol in symbols]
 
     def breaks(self, guard: SizeGuard, lengths: Lengths) -> bool:
-        """Whether these lengths break a condition of torch."""
+        """Says whether these lengths break a condition of torch."""
         return not evaluate(guard.condition, {
             symbol: lengths.get(axis, self.lengths[axis]) for axis, symbol in self.symbols.items()
         })
 
     def runs(self, lengths: Lengths) -> bool:
-        """Whether the module runs with these lengths; ``False`` also if there is no time."""
+        """Says whether the module runs with these lengths; ``False`` also if there is no time."""
         return self._outcome(lengths) is not None
 
     def serves(self, lengths: Lengths) -> bool | None:
-        """Whether the graph runs with these lengths; ``None`` if there is no time."""
+        """Says whether the graph runs with these lengths; ``None`` if there is no time."""
         if not self._is_time_left:
             return None
         try:
@@ -115,7 +115,7 @@ class OtherSizes:
         return True
 
     def agrees(self, lengths: Lengths) -> bool | None:
-        """Whether the graph computes what the module does; ``None`` if the module does not run, or out of time."""
+        """Says whether the graph computes what the module does; ``None`` if the module does not run, or out of time."""
         started = time.perf_counter()
         expected = self._outcome(lengths)
         if expected is None:
@@ -130,8 +130,8 @@ class OtherSizes:
             self._cost_s = max(self._cost_s, time.perf_counter() - started)
         return True
 
-    def _keeps_axes_of_one(self, lengths: Lengths, expected: Outcome) -> bool:
-        """Whether the graph has the values of the module, and axes of length 1 that the module squeezes away."""
+    def _keeps_axes_of_one(self, lengths: Lengths, expected: RunResult) -> bool:
+        """Says whether the graph has the values of the module, and axes of length 1 that the module squeezes away."""
         try:
             actual = eval_outcome(self._graph, *detached(self.call(lengths)))
             for before, after in zip(*(pytree.tree_leaves(each[0]) for each in (expected, actual)), strict=True):
@@ -152,7 +152,7 @@ class OtherSizes:
 
     def _outcome(
         self, lengths: Lengths, mode: contextlib.AbstractContextManager[object] = _NO_MODE
-    ) -> Outcome | None:
+    ) -> RunResult | None:
         if not self._is_time_left:
             return None
         args, kwargs = detached(self.call(lengths))
@@ -359,7 +359,7 @@ def _fixed(trials: OtherSizes, sizes: ServedSizes) -> Iterator[tuple[Axis, str]]
 
 
 def _is_unrolled(trials: OtherSizes, axes: Collection[Axis], length: int) -> bool:
-    """Whether each step of a length adds equally many ops."""
+    """Says whether each step of a length adds equally many ops."""
     counts = [trials.num_ops(dict.fromkeys(axes, each)) for each in (length + 2, length + 1, length)]
     if counts[0] is None:
         counts = [trials.num_ops(dict.fromkeys(axes, each)) for each in (length, length - 1, length - 2)]

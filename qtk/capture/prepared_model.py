@@ -21,7 +21,7 @@ from qtk.calls.signature import call_kind, input_names
 from qtk.capture.bound_graph import Binding
 from qtk.capture.known_calls import KnownCalls, captured_kind, fits
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
-from qtk.capture.untouched import PARENT
+from qtk.capture.restored import PARENT
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import BOUND, CapturedGraph, is_watched
 from qtk.graph.coverage import coverage

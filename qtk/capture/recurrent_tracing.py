@@ -191,7 +191,7 @@ def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences
 
 
 def takes_packed(module: nn.Module, call: Call) -> bool:
-    """Whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
+    """Says whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
     arguments = (*call.args, *call.kwargs.values())
     return isinstance(module, nn.RNNBase) and any(isinstance(each, PackedSequence) for each in arguments)
 

@@ -42,7 +42,7 @@ class Trial(NamedTuple):
         structure: of its result.
         leaves: the leaves of the result.
         num_ops: the number of ATen ops.
-        depth: the most of them of which each reads what the one before made.
+        depth: the most of them of which each reads what the op before made.
         decays: whether it computes a decay in closed form, or one step of a decay of a state.
         written: the numbers of the arguments that it writes into, each the state of such a step.
     """
@@ -152,7 +152,7 @@ def _resized(leaf: object, by: Mapping[str, int], doubled: int | None) -> object
 
 
 def is_deeper(first: Trial, trial: Callable[[], Trial]) -> bool:
-    """Whether more ops of a function wait for each other in another trial; ``False`` if it does not run."""
+    """Says whether more ops of a function wait for each other in another trial; ``False`` if it does not run."""
     try:
         return trial().depth > first.depth
     except Exception:  # as axes that must be as long as before
@@ -182,7 +182,7 @@ def sizes_of_results(first: Trial, longer: Trial, known: Mapping[tuple[int, int]
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ATen ops that run, and those that wait for each other, and sees decays of what is ``given``."""
+    """Counts the ATen ops that run, and the ops that wait for each other, and sees decays of what is ``given``."""
 
     def __init__(self, given: Sequence[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

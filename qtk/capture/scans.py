@@ -208,7 +208,7 @@ def _is_plain(leaf: object) -> bool:
 
 
 def _is_builtin(structure: pytree.TreeSpec) -> bool:
-    """Whether arguments are nested in lists, tuples and dicts alone, and in no object that a call may change."""
+    """Says whether arguments are nested in lists, tuples and dicts alone, and in no object that a call may change."""
     return structure.is_leaf() or (structure.type in pytree.BUILTIN_TYPES
                                    and all(map(_is_builtin, branches(structure))))
 

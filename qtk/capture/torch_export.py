@@ -237,7 +237,7 @@ def _attempted(source: nn.Module, attempt: _Attempt, *, owns_inputs: bool) -> Ex
 
 
 def _serves(program: ExportedProgram, attempt: _Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a program from doubled inputs serves the inputs themselves: sizes that it needs equal are equal."""
+    """Says whether a program from doubled inputs serves the inputs themselves: sizes that it needs equal are equal."""
     sizes, _ = _leaf_sizes(_tensor_inputs(program), attempt.args, attempt.kwargs)
     leaves, lengths = pytree.tree_leaves((args, kwargs)), dict[str, int]()
     return all(lengths.setdefault(str(size), leaves[number].shape[axis]) == leaves[number].shape[axis]
@@ -332,7 +332,7 @@ def silent_torch() -> Iterator[None]:
 
 
 def _is_functional(program: ExportedProgram) -> bool:
-    """Whether no op writes into its input and no region is nested, so that functionalization can be skipped."""
+    """Says whether no op writes into its input and no region is nested, so that functionalization can be skipped."""
     ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
     return not any(
         isinstance(op, HigherOrderOperator) or ((schema := schema_of(op)) is not None and schema.is_mutable)

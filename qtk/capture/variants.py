@@ -16,7 +16,7 @@ from qtk.capture.correspondence import Pairs, corresponding
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.holders import Holder, holder, replace_module
 from qtk.capture.prepared_model import KIND, REPORT, PreparedGraph, PreparedModel
-from qtk.capture.verify_prepared import Outcome, eval_difference
+from qtk.capture.verify_prepared import RunResult, eval_difference
 from qtk.errors import CaptureError
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.captured_graph import VARIANTS, CapturedGraph
@@ -54,7 +54,7 @@ def refuse_equal_kinds(kinds: Sequence[Kind], calls: Sequence[Call]) -> None:
 
 
 def join_variants(
-    model: nn.Module, graphs_of_calls: Sequence[PreparedModel], calls: Sequence[Call], expected: Sequence[Outcome]
+    model: nn.Module, graphs_of_calls: Sequence[PreparedModel], calls: Sequence[Call], expected: Sequence[RunResult]
 ) -> None:
     """Makes the first of the graphs serve all calls. Changes them.
 

@@ -11,7 +11,7 @@ from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call
 from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.untouched import untouched
+from qtk.capture.restored import restored
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import pytree
 
@@ -50,7 +50,7 @@ def _calls_of(
     trees = [pytree.tree_map(lambda leaf: reorder(leaf) if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs))
              for call in calls]
     try:
-        with untouched(model):
+        with restored(model):
             recorded = record_calls(model.eval(), [Call(args, kwargs, None) for args, kwargs in trees], of=[module])
     except OUT_OF_MEMORY:
         raise

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from qtk.calls.calls import detached
 from qtk.calls.signature import leaf_paths
+from qtk.capture.restored import noting_changes, restored
 from qtk.capture.train_mode.adopt_drops import adopt_drops
 from qtk.capture.train_mode.custom_backward import lost_backwards
 from qtk.capture.train_mode.without_dropout import WithoutDropout
-from qtk.capture.untouched import noting_changes, untouched
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 """Largest difference accepted, relative to the largest output: float32 sums in another order make smaller ones."""
 
 
-class Outcome(NamedTuple):
+class RunResult(NamedTuple):
     """What a run makes.
 
     Args:
@@ -43,15 +43,15 @@ class Outcome(NamedTuple):
     changed: tuple[str, ...]
 
 
-def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult:
     """Runs ``model`` in eval mode with a fixed seed, on ``args`` themselves, not copies; restores the model's state."""
-    with untouched(model), torch.no_grad():
+    with restored(model), torch.no_grad():
         return _outcome(model.eval(), args, kwargs)
 
 
 def difference_over_calls(
     original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-    expected: Outcome | None = None,
+    expected: RunResult | None = None,
 ) -> float:
     """``eval_difference``, of a second call too if the first of ``original`` changes what is no buffer.
 
@@ -74,8 +74,8 @@ def difference_over_calls(
     return difference
 
 
-def _second_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    with untouched(model), torch.no_grad():
+def _second_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult:
+    with restored(model), torch.no_grad():
         _outcome(model.eval(), *detached((args, kwargs)))
         return _outcome(model, *detached((args, kwargs)))
 
@@ -86,7 +86,7 @@ def eval_difference(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    expected: Outcome | None = None,
+    expected: RunResult | None = None,
 ) -> float:
     """Largest absolute difference of outputs and buffers after a run in eval mode; restores the state of both models.
 
@@ -115,7 +115,7 @@ def train_difference(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    in_eval: Outcome | None = None,
+    in_eval: RunResult | None = None,
     train_only: Collection[nn.Module] = (),
 ) -> tuple[float, list[str]]:
     """Largest absolute difference of outputs and buffers after one forward pass in train mode without dropout.
@@ -152,29 +152,29 @@ def train_difference(
 
 def _train_outcome(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], train_only: Collection[nn.Module]
-) -> tuple[Outcome, Mapping[str, Sequence[float]]]:
+) -> tuple[RunResult, Mapping[str, Sequence[float]]]:
     """The outcome in train mode with dropout off, and what would have dropped; see ``WithoutDropout``."""
-    with untouched(model):
+    with restored(model):
         mode = WithoutDropout(model.train(), train_only)
         with torch.no_grad(), mode:
             return _outcome(model, *detached((args, kwargs))), mode.drops
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
-    """Whether train mode computes what eval mode does, apart from dropout."""
+    """Says whether train mode computes what eval mode does, apart from dropout."""
     return isinstance(prepared, CapturedGraph) and not any(
         batch_norm_called(node) is not None or isinstance(called_module(node), InstanceNorm)
         for graph in graphs(prepared).values() for node in graph.graph.nodes
     )
 
 
-def _both_differences(expected: Outcome, actual: Outcome) -> float:
+def _both_differences(expected: RunResult, actual: RunResult) -> float:
     """Largest difference of outputs, and of the buffers of ``expected``; a prepared model also has constants."""
     buffers = {name: buffer for name, buffer in actual.buffers.items() if name in expected.buffers}
     return max(_difference(expected.output, actual.output), _difference(expected.buffers, buffers, what="buffer "))
 
 
-def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult:
     before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     with torch.random.fork_rng(devices=[]), bounded(model):
         set_seed(0)
@@ -182,7 +182,7 @@ def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         output = pytree.tree_map(_copied, model(*args, **kwargs))
     after = dict(model.named_buffers())
     buffers = {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
-    return Outcome(output, buffers, changed())
+    return RunResult(output, buffers, changed())
 
 
 def _copied(leaf: object) -> object:
@@ -212,7 +212,7 @@ def _difference(expected: object, actual: object, *, what: str = "output") -> fl
 
 
 def _same_structure(a: pytree.TreeSpec, b: pytree.TreeSpec) -> bool:
-    """Whether two structures are equal, where a namedtuple class made anew in every call counts as one."""
+    """Says whether two structures are equal, where a namedtuple class made anew in every call counts as one."""
     if a == b:
         return True
     if a.type is not b.type or a.num_children != b.num_children or _members_of(a.context) != _members_of(b.context):

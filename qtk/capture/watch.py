@@ -40,7 +40,7 @@ class Watch:
         self._known: set[tuple[int, str]] = set()
 
     def holds(self) -> bool:
-        """Whether the objects are where they were, and there are no hooks."""
+        """Says whether the objects are where they were, and there are no hooks."""
         return not any(self._hooks) and all(
             map(operator.is_, map(_GET, self._tables, self._keys), self._objects)  # type: ignore[arg-type]
         ) and all(map(_CONTAINS, self._members, self._names)) and all(

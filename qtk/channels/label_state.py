@@ -46,7 +46,7 @@ class LabelState:
                 self._varying.add(node)
 
     def varies(self, argument: object) -> bool:
-        """Whether an operand depends on the data of the call, not only on parameters and shapes."""
+        """Says whether an operand depends on the data of the call, not only on parameters and shapes."""
         return argument in self._varying
 
     def operand(self, argument: object) -> ParameterOperand | None:
@@ -123,12 +123,12 @@ class LabelState:
 
 
 def is_float(value: object) -> bool:
-    """Whether a value is a tensor of real numbers."""
+    """Says whether a value is a tensor of real numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def is_fixed_point(number: object) -> bool:
-    """Whether a positive factor leaves the number as it is: 0, ±∞."""
+    """Says whether a positive factor leaves the number as it is: 0, ±∞."""
     return isinstance(number, (int, float)) and (number == 0 or math.isinf(number))
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from qtk.cli.imported import called, what_it_did
+from qtk.cli.imported import load_callable, what_it_did
 from qtk.data.forward_pass import MOST_UNCOUNTED, Batch, length_of, read
 from qtk.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Batches:
         Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
             pair, or there are no batches. Warns if a source without a length may have no end.
         """
-        source = called(self.locator, where=self.where)
+        source = load_callable(self.locator, where=self.where)
         if not isinstance(source, Iterable):
             raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
                               "it must return an iterable of batches (inputs, label)")

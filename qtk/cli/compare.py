@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from qtk.cli.quantize import Run, calibration_of
+from qtk.cli.quantize import RecipeRun, calibration_of
 from qtk.cli.recipe import Recipe
 from qtk.errors import ConfigError
 from qtk.public import public
@@ -62,7 +62,7 @@ def compare(
     calibration = calibration_of(recipe)
     records = []
     for entry in entries:
-        run = Run(recipe, entry, calibration, progress)
+        run = RecipeRun(recipe, entry, calibration, progress)
         sims = ((setting.name, run.calibrated(setting)[0]) for setting in chosen) if simulation is None else (
             (os.fspath(simulation), QuantSim.load(simulation, run.model, run.example)),)
         for name, sim in sims:

@@ -20,7 +20,7 @@ def progress_console(*, quiet: bool) -> Console:
 
 
 def shows_bars(console: Console) -> bool:
-    """Whether progress bars belong on standard error: only on a terminal, and not if ``console`` is quiet.
+    """Says whether progress bars belong on standard error: only on a terminal, and not if ``console`` is quiet.
 
     >>> import io
     >>> shows_bars(Console(file=io.StringIO()))

@@ -36,7 +36,7 @@ class Evaluation:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a model is better the larger its value."""
+        """Says whether a model is better the larger its value."""
         return not self.of_tokens
 
     def __call__(

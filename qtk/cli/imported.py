@@ -46,7 +46,7 @@ def imported(locator: str, *, where: str) -> Callable[..., object]:
     return value
 
 
-def called(locator: str, *, where: str) -> object:
+def load_callable(locator: str, *, where: str) -> object:
     """Imports the callable that ``locator`` names, and calls it without arguments.
 
     Raises: ConfigError as ``imported``, or with the error the call raised.
@@ -61,7 +61,7 @@ def called(locator: str, *, where: str) -> object:
 
 
 def what_it_did(error: BaseException) -> str:
-    """What a user's code did instead of returning, for messages.
+    """Returns what a user's code did instead of returning, for messages.
 
     >>> what_it_did(SystemExit(0))
     'called sys.exit(0), which ends the program; put that under `if __name__ == "__main__":`'

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qtk.cli.imported import called
+from qtk.cli.imported import load_callable
 from qtk.errors import ConfigError, first_line
 from qtk.registry import closest, nearest
 from qtk.workflow.model_folder import model_of_folder
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A library of models.
 
     Args:
@@ -60,7 +60,7 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
             raise ConfigError(f"{where}: {spec!r} does not say where the model is from; {_way_out(spec)}")
         if pretrained:
             raise ConfigError(f"{where}: weights: {PRETRAINED} is for timm: and torchvision:; give a file for {spec}")
-        built = called(spec, where=where)
+        built = load_callable(spec, where=where)
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{where}: {spec}() returned a {type(built).__name__}; it must return an nn.Module")
         model = built
@@ -70,7 +70,7 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
 
 
 def _way_out(name: str) -> str:
-    """What to write in place of a name alone; nothing is built."""
+    """Returns what to write in place of a name alone; nothing is built."""
     known = {library: _names(library) for library in SOURCES}
     if found := [f"{library}:{name}" for library, names in known.items() if name.partition(".")[0] in names]:
         return f"write {' or '.join(found)}"
@@ -193,11 +193,12 @@ def _hf(name: str, pretrained: bool, where: str) -> nn.Module:
         raise ConfigError(f"{where}: {error}") from error
 
 
-SOURCES: Mapping[str, Source] = {
-    "timm": Source(_timm, _timm_shape, lambda: list(import_module("timm").list_models())),
-    "torchvision": Source(
+SOURCES: Mapping[str, ModelSource] = {
+    "timm": ModelSource(_timm, _timm_shape, lambda: list(import_module("timm").list_models())),
+    "torchvision": ModelSource(
         _torchvision, _torchvision_shape, lambda: list(import_module("torchvision.models").list_models())
     ),
-    "demo": Source(_demo, lambda name, model: (1, 1, 8, 8), lambda: list(import_module("qtk.demo.models").DEMO_MODELS)),
-    "hf": Source(_hf, lambda name, model: None, lambda: ()),
+    "demo": ModelSource(_demo, lambda name, model: (1, 1, 8, 8),
+                        lambda: list(import_module("qtk.demo.models").DEMO_MODELS)),
+    "hf": ModelSource(_hf, lambda name, model: None, lambda: ()),
 }

@@ -70,7 +70,7 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
         calibration = calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                Run(recipe, entry, calibration, console).measure(results, measure, held_out)
+                RecipeRun(recipe, entry, calibration, console).measure(results, measure, held_out)
     return results.summary
 
 
@@ -83,7 +83,7 @@ def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, co
         calibration = calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                run = Run(recipe, entry, calibration, console)
+                run = RecipeRun(recipe, entry, calibration, console)
                 for setting in recipe.settings:
                     with results.setting(entry.name, setting.name) as folder:
                         sim, account = run.calibrated(setting)
@@ -124,7 +124,7 @@ class _Pass:
     counted: Counted | None = None
 
 
-class Run:
+class RecipeRun:
     """One model of a recipe."""
 
     def __init__(self, recipe: Recipe, entry: ModelEntry, calibration: Batches, console: Console) -> None:

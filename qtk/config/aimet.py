@@ -34,7 +34,7 @@ BIAS_BITS = 16
 
 
 def is_aimet(value: Mapping[str, object]) -> bool:
-    """Whether a mapping is an AIMET config: it has AIMET's sections, and no key that only qtk's schema has.
+    """Says whether a mapping is an AIMET config: it has AIMET's sections, and no key that only qtk's schema has.
 
     >>> is_aimet({"defaults": {"ops": {}, "params": {}}}), is_aimet({"version": 1})
     (True, False)

@@ -60,7 +60,7 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def _is_echo(details: ErrorDetails) -> bool:
-    """Whether a too_short error only repeats errors in the elements of a list, which are reported separately."""
+    """Says whether a too_short error only repeats errors in the elements of a list, which are reported separately."""
     value = details["input"]
     return details["type"] == "too_short" and isinstance(value, Sized) and len(value) >= details["ctx"]["min_length"]
 

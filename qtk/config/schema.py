@@ -228,7 +228,7 @@ class QuantConfig(Frozen):
 
     @property
     def precise(self) -> Literal[16, "float"]:
-        """What a site that loses too much is left in: 16 bits without a runtime, else what that says."""
+        """Returns what a site that loses too much is left in: 16 bits without a runtime, else what that says."""
         return 16 if self.runtime is None else self.runtime.precise
 
     def with_rules_optional(self) -> QuantConfig:

@@ -71,17 +71,17 @@ class TensorSetting(BaseModel):
 
     @property
     def names_width(self) -> bool:
-        """Whether ``bits`` or ``dtype`` is set."""
+        """Says whether ``bits`` or ``dtype`` is set."""
         return self.bits is not None or self.dtype is not None
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the range is computed at run time, per tensor or per token."""
+        """Says whether the range is computed at run time, per tensor or per token."""
         return bool(self.dynamic) or self.granularity == "per_token"
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks of elements share a scale."""
+        """Says whether blocks of elements share a scale."""
         return self.dtype in BLOCK_FORMATS or self.granularity == "per_block"
 
     def overlaid(self, other: TensorSetting) -> TensorSetting:

@@ -12,7 +12,7 @@ from qtk.torch_private import pytree
 
 
 def batch_advice(model: nn.Module, batch: object) -> str:
-    """How to call the model on the batch; empty if nothing about the batch says it.
+    """Says how to call the model on the batch; empty if nothing about the batch says it.
 
     >>> batch_advice(nn.Linear(4, 2), {"image": torch.zeros(3, 4), "label": torch.zeros(3)})
     "the model has no input 'image' or 'label': pass forward=lambda model, batch: model(batch['image'])"

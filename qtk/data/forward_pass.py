@@ -27,7 +27,7 @@ from qtk.graph.graphs import contents_of, roots, states_of
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.kept_buffers import buffers_kept
 from qtk.operators.contents import Trait
-from qtk.public import NOT_OURS, raised_by_us, runs_model
+from qtk.public import PASS_THROUGH, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 
 Batch: TypeAlias = object
@@ -108,7 +108,7 @@ def outputs(
                     output = None
                 except QtkError as error:
                     raise type(error)(f"batch {index}: {error}") from None
-                except NOT_OURS:
+                except PASS_THROUGH:
                     raise
                 except Exception as error:  # whatever a model or a user's forward raises
                     if raised_by_us(error):
@@ -143,7 +143,7 @@ def run_all(
         with TRACING, caching(model), evaluating(model), torch.no_grad(), buffers_kept(written_places(model)):
             try:
                 _called(data, model)
-            except NOT_OURS:
+            except PASS_THROUGH:
                 raise
             except Exception as error:
                 if raised_by_us(error):
@@ -207,7 +207,7 @@ def read(
         for batch in itertools.islice(data, num_batches):
             yield batch
             index += 1
-    except NOT_OURS:
+    except PASS_THROUGH:
         raise
     except (Exception, SystemExit) as error:  # whatever a loader does; sys.exit would end the run without a word
         raise unreadable(index, error) from error
@@ -238,7 +238,7 @@ def in_memory(
 
 
 def _may_have_states(model: nn.Module, data: object) -> bool:
-    """Whether a model keeps anything from call to call, or the data say so: of a model in Python nobody knows."""
+    """Says whether a model keeps anything from call to call, or the data say so: of a model in Python nobody knows."""
     is_said = isinstance(data, Sequences) or states_of(model) != {}
     return is_said or "" not in roots(model) or Trait.WRITES in contents_of(model)
 

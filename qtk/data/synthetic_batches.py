@@ -103,7 +103,7 @@ def synthetic_batches(
 
 
 def _reached(model: nn.Module, norms: Sequence[nn.Module], batch: object) -> int:
-    """How many batch norms run in eval mode; 0 if the inputs of floats reach none of them."""
+    """Says how many batch norms run in eval mode; 0 if the inputs of floats reach none of them."""
     inputs = _floats(batch)
     with evaluating(model), torch.enable_grad(), _listening(norms) as seen:
         run_batch(model, batch)

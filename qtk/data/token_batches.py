@@ -104,12 +104,12 @@ class TokenBatch:
         return self.ids.roll(-1, 1), scored
 
     def logits(self, output: object) -> Tensor:
-        """What a model returned for these tokens, as ``logits_of``."""
+        """Returns what a model returned for these tokens, as ``logits_of``."""
         return logits_of(output, self.ids.shape)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool | None:
-    """Whether a model of transformers is an encoder-decoder, as its config says; ``None`` of other models."""
+    """Says whether a model of transformers is an encoder-decoder, as its config says; ``None`` of other models."""
     found = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
     return found if isinstance(found, bool) else None
 
@@ -175,7 +175,7 @@ def _text_batches(path: Path, tokenizer: Tokenizer | None, length: int) -> list[
 
 
 def _are_ids(value: object) -> TypeGuard[Tensor]:
-    """Whether a value may be token ids, an integer tensor [samples, tokens]."""
+    """Says whether a value may be token ids, an integer tensor [samples, tokens]."""
     return isinstance(value, Tensor) and value.ndim == 2 and not (
         value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
 
@@ -213,7 +213,7 @@ def _decoder_tokens(batch: Batch, is_encoder_decoder: bool | None) -> tuple[Tens
 
 
 def _repeats(labels: Tensor, ids: object) -> bool:
-    """Whether labels repeat the ids of a decoder alone, in place or moved by one, where they are not negative."""
+    """Says whether labels repeat the ids of a decoder alone, in place or moved by one, where they are not negative."""
     if not isinstance(ids, Tensor) or ids.shape != labels.shape:
         return False
     pairs = (labels, ids), (labels[:, :-1], ids[:, 1:])

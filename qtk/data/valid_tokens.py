@@ -156,7 +156,7 @@ class ValidTokens:
         return None if self.valid is None else _elements(self.selector(quantizer), value)
 
     def counted_of_output(self, value: Tensor) -> Tensor | None:
-        """Which elements of a value that the model, or ``forward``, returned belong to valid tokens.
+        """Returns which elements of a value that the model, or ``forward``, returned belong to valid tokens.
 
         The tokens are followed to what a graph returns. Another value whose first two axes match a mask is taken to
         have the tokens of the mask; all elements of what has no tokens count.

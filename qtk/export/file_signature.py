@@ -1,6 +1,6 @@
 """Names an exported file, its inputs and its outputs; the buffers that forward writes come last in both.
 
-Such a buffer is a state: an input that holds its value before the call, and an output that holds the one after it.
+Such a buffer is a state: an input that holds its value before the call, and an output that holds its value after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from qtk.calls.calls import Call
 from qtk.calls.inputs import input_leaves
 from qtk.calls.signature import input_names, output_nodes
-from qtk.capture.untouched import untouched
+from qtk.capture.restored import restored
 from qtk.core.free_name import unique
 from qtk.graph.written_buffers import buffer_values, write_buffers, written_buffers
 from qtk.nn.eval_mode import evaluating
@@ -71,7 +71,7 @@ def file_signature(graph: fx.GraphModule) -> FileSignature:
 def file_inputs(graph: fx.GraphModule, call: Call) -> dict[str, Tensor]:
     """Name → value of every input of the file of ``graph`` in a call.
 
-    Raises: CaptureError if the arguments are not nested as those that the model was prepared with.
+    Raises: CaptureError if the arguments are not nested as in the call that the model was prepared with.
     """
     leaves = zip(input_names(graph), input_leaves(graph.graph, call.args, call.kwargs), strict=True)
     given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
@@ -91,7 +91,7 @@ def tensors(leaves: Iterable[object]) -> list[Tensor]:
 
 def tensor_outputs(model: fx.GraphModule, call: Call) -> list[Tensor]:
     """The outputs of the file of a graph in a call, in eval mode; what the call writes into the model is undone."""
-    with untouched(model), evaluating(model), torch.no_grad():
+    with restored(model), evaluating(model), torch.no_grad():
         write_buffers(model, call.buffers)
         result = nn.Module.__call__(model, *call.args, **call.kwargs)  # of this graph, not of a variant of it
         return [value.detach().clone() for value in file_outputs(model, result)]

@@ -78,7 +78,7 @@ class EqualAxes:
 
 
 def equal_axes(model: fx.GraphModule) -> tuple[EqualAxes, ...]:
-    """The free axes of the inputs of a prepared graph, those together that have one length, in order.
+    """The free axes of the inputs of a prepared graph in order, axes of one length together.
 
     They have it by the code of the model (one symbol), by the ops that fail otherwise (``ties``), or by a given name.
     """

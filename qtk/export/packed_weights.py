@@ -133,7 +133,7 @@ def restored_weight(name: str, how: object, state: Mapping[str, Tensor], kind: o
 
 
 def unpacked(codes: Tensor, encoding: Encoding, shape: Sequence[int]) -> Tensor:
-    """What the codes in a file dequantize to, float32. Shape: ``codes`` as ``PackedWeight`` says; result ``shape``.
+    """Dequantizes the codes of a file to float32. Shape: ``codes`` as ``PackedWeight`` says; result ``shape``.
 
     Raises: EncodingError if ``codes`` are not so many, or of another dtype.
     """
@@ -172,7 +172,7 @@ def _reason(
     source: fx.Node, quantizer: Quantizer, names: Mapping[object, Sequence[str]],
     readers: Mapping[object, set[Quantizer | None]],
 ) -> str | None:
-    """Why what a quantizer reads cannot be packed; ``None`` if it can, as far as its readers go."""
+    """Says why what a quantizer reads cannot be packed; ``None`` if it can, as far as its readers go."""
     if source.op != "get_attr":
         if any(kept_batch_norm_called(user) is not None for node in source.all_input_nodes for user in node.users):
             return "its batch norm is live, and both are trained on; run qtk.fold_batch_norms(sim) first"

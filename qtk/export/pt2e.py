@@ -121,7 +121,7 @@ def exported_program(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
-    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; those in plain ATen are left out.
+    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; encodings in plain ATen are left out.
 
     Raises: ExportError if the file is no exported program.
     """
@@ -154,7 +154,7 @@ def _written_out(
 ) -> fx.GraphModule:
     """A copy of ``model`` that calls a module of ``site_ops`` in place of each quantizer of ``sites``, none of others.
 
-    Parameters are shared with ``model``; those that are stored as codes are left out. Quantizers stay at sites that
+    Parameters are shared with ``model``, without parameters stored as codes. Quantizers stay at sites that
     ``site_ops`` has nothing for.
     """
     graph = copy.deepcopy(model.graph)

@@ -59,7 +59,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _is_op(node: fx.Node) -> bool:
-    """Whether it computes values with a row in the op table; quantizers, data movement and sizes do not."""
+    """Says whether it computes values with a row in the op table; quantizers, data movement and sizes do not."""
     row = row_of(node)
     return (not _is(node, "quantized_decomposed.") and not _moves(node) and row is not None
             and row.role in (Role.COMPUTE, Role.MERGE))
@@ -84,14 +84,14 @@ def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What makes a value, data movement left out."""
+    """Returns what makes a value, data movement left out."""
     while node.op == "call_function" and _moves(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node | str, int]]:
-    """What reads the result of a node and at which argument, data movement left out."""
+    """Returns what reads the result of a node and at which argument, data movement left out."""
     for user in node.users:
         if user.op == "output":
             yield OUTPUT, 0
@@ -130,7 +130,7 @@ def _tensor(node: fx.Node, constants: dict[str, Any]) -> FileTensor:
 
 
 def _dtype(given: dict[str, Any]) -> str:
-    """The format of float codes; of integers, the narrowest that holds those from ``quant_min`` to ``quant_max``."""
+    """The format of float codes; of integers, the narrowest that holds ``quant_min`` to ``quant_max``."""
     if given.get("dtype") in _FLOATS:
         return _FLOATS[given["dtype"]]
     low, high = given["quant_min"], given["quant_max"]

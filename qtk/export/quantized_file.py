@@ -60,7 +60,7 @@ class FileOp:
     readers: list[FileOp | str] = field(default_factory=list)
 
     def is_any_of(self, kinds: Collection[str]) -> bool:
-        """Whether one of its kinds is among ``kinds``."""
+        """Says whether one of its kinds is among ``kinds``."""
         return not set(kinds).isdisjoint(self.kinds)
 
 

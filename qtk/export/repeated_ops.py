@@ -16,7 +16,7 @@ _QUANTIZE, _DEQUANTIZE = "quantized_decomposed.quantize", "quantized_decomposed.
 
 
 def is_dequantize(node: fx.Node) -> bool:
-    """Whether a node is an op of ``quantized_decomposed`` that dequantizes."""
+    """Says whether a node is an op of ``quantized_decomposed`` that dequantizes."""
     return str(node.target).startswith("quantized_decomposed.dequantize")
 
 
@@ -66,7 +66,7 @@ def _again(op: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether a node's result is elements, in any order, of the one tensor it reads, or a tuple of such."""
+    """Says whether a node's result is elements, in any order, of the one tensor it reads, or a tuple of such."""
     row, result = row_of(node), node.meta.get("val")
     if row is None or row.role is not Role.MOVEMENT or row.mask:
         return False

@@ -93,11 +93,11 @@ def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor 
     return value.detach()
 
 
-Step = Tensor | None
+StepSize = Tensor | None
 """The scale of a value, which broadcasts against it; ``None`` without one."""
 
 
-def step_of(quantizer: Quantizer | None, value: Tensor, before: Tensor | None = None) -> Step:
+def step_of(quantizer: Quantizer | None, value: Tensor, before: Tensor | None = None) -> StepSize:
     """The scale of ``value``, in a shape that broadcasts against it.
 
     Args:

@@ -152,7 +152,7 @@ def _labels(site: str, spec: QuantSpec) -> dict[str, str]:
 
 
 def has_ops(spec: QuantSpec, stored_shape: Sequence[int] | None) -> bool:
-    """Whether ``quantized_decomposed`` has ops for a spec.
+    """Says whether ``quantized_decomposed`` has ops for a spec.
 
     Args:
         spec: how a value is quantized.

@@ -75,7 +75,7 @@ def cache_quantizers(flow: Flow, operand: Operand) -> list[Quantizer]:
 
 
 def is_assembled(flow: Flow, operand: Operand) -> bool:
-    """Whether the entries of one head come from several layers, side by side, as for keys computed from a latent.
+    """Says whether the entries of one head come from several layers, side by side, as for keys computed from a latent.
 
     A cache holds what these are made from, as in DeepSeek's attention.
     """

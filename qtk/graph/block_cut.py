@@ -293,5 +293,5 @@ def _name(node: fx.Node) -> str:
 
 
 def _expression(size: object) -> object | None:
-    """What a size is computed from; ``None`` if it is a number, or no size."""
+    """Returns what a size is computed from; ``None`` if it is a number, or no size."""
     return size.node.expr if isinstance(size, SymInt) else None

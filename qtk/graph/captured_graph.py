@@ -44,12 +44,12 @@ Home: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 def is_watched() -> bool:
-    """Whether a compiler, tracer, mode of torch or function transform is active, which sees single operators."""
+    """Says whether a compiler, tracer, mode of torch or function transform is active, which sees single operators."""
     return torch.compiler.is_compiling() or is_traced() or function_modes() > 0
 
 
 def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
-    """Whether capture has decided the attribute ``name``, which is not so of a child that the graph calls."""
+    """Says whether capture has decided the attribute ``name``, which is not so of a child that the graph calls."""
     child = module.__dict__.get("_modules", {}).get(name)
     return name in constants and (child is None or "_constants" in vars(child))
 
@@ -189,7 +189,7 @@ class CapturedGraph(fx.GraphModule):
         return f"{MEMBERS}.{path}" if self._hides(path.partition(".")[0]) else path
 
     def _hides(self, name: str) -> bool:
-        """Whether a member called ``name`` is not the attribute of that name."""
+        """Says whether a member called ``name`` is not the attribute of that name."""
         return any(name in self.__dict__.get(table, ()) for table in MODULE_TABLES) and (
             name in self.__dict__ or name in GRAPH_MODULE_NAMES or hasattr(type(self), name)
         )

@@ -82,7 +82,7 @@ def _of_product(row: OpRow, port: Port, rank: int) -> int | None:
 
 
 def _keeps_shape(port: Port) -> bool:
-    """Whether the op that reads a value returns one of its shape, element by element."""
+    """Says whether the op that reads a value returns one of its shape, element by element."""
     row, result, value = row_of(port.user), port.user.meta.get("val"), port.value.meta["val"]
     computes = row is not None and row.role in (Role.COMPUTE, Role.MERGE)
     is_elementwise = computes or quantizer_called(port.user) is not None

@@ -37,7 +37,7 @@ def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[st
 
 
 def _computes(user: fx.Node, found: set[fx.Node], flow: Flow) -> bool:
-    """Whether a sum or a product is read by ``found`` alone."""
+    """Says whether a sum or a product is read by ``found`` alone."""
     return _needs(user, Precision.ABSOLUTE) and all(port.user in found for port in flow.readers(user))
 
 

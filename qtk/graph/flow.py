@@ -43,15 +43,15 @@ class Flow:
         return self._rows[node]
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether the value is computed from parameters, constants and buffers that the graph does not write."""
+        """Says whether the value is computed from parameters, constants and buffers that the graph does not write."""
         return self._static[node]
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether the elements come from a static value by movement; data (indices) may decide which of them."""
+        """Says whether the elements come from a static value by movement; data (indices) may decide which of them."""
         return self._static[self.root(node)]
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether the value is a number, not data: one static element, a created constant, or a merge of such."""
+        """Says whether the value is a number, not data: one static element, a created constant, or a merge of such."""
         if node not in self._constant:
             row, carried = self._rows[node], self.carried(node)
             if row is not None and row.role is Role.CREATE:
@@ -166,7 +166,7 @@ class Flow:
 
 
 def is_result(port: Port) -> bool:
-    """Whether the value at a port is an output of the graph, or what a buffer is in the next call."""
+    """Says whether the value at a port is an output of the graph, or what a buffer is in the next call."""
     return port.user.op == "output" or is_write(port.user)
 
 
@@ -188,7 +188,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def reads_shape_only(node: fx.Node) -> bool:
-    """Whether an op reads the shapes of its operands alone."""
+    """Says whether an op reads the shapes of its operands alone."""
     row = row_of(node)
     if row is not None:
         return row.role is Role.CREATE
@@ -234,7 +234,7 @@ def loss_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _ends(node: fx.Node, user: fx.Node, tail: set[fx.Node]) -> bool:
-    """Whether what ``user`` does with the value of ``node`` ends in scalars."""
+    """Says whether what ``user`` does with the value of ``node`` ends in scalars."""
     value = node.meta.get("val")
     return user in tail or (user.op == "output" and isinstance(value, Tensor) and value.ndim == 0)
 

@@ -28,7 +28,7 @@ def roots(model: nn.Module) -> dict[str, CapturedGraph]:
 
 
 def contents_of(model: nn.Module) -> frozenset[object]:
-    """What the graphs of a model hold, graphs nested in modules of a graph included: see ``contents``."""
+    """Returns what the graphs of a model hold, graphs nested in modules of a graph included: see ``contents``."""
     return contents(node for graph in graphs(model).values() for node in graph.graph.nodes)
 
 
@@ -55,7 +55,7 @@ def _is_below(path: str, other: str) -> bool:
 
 
 def meta_of(model: nn.Module) -> dict[str, Any]:
-    """What is noted about a prepared model; empty of another module."""
+    """Returns what is noted about a prepared model; empty of another module."""
     return vars(model).get("meta") or {}
 
 

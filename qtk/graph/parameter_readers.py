@@ -11,7 +11,7 @@ from qtk.quantizers.quantizer import Quantizer
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """What tensors have in common that share memory: tied ones and views.
+    """Returns what tensors have in common that share memory: tied ones and views.
 
     >>> import torch
     >>> whole = torch.zeros(4)

@@ -82,7 +82,7 @@ def _is_picklable(value: object) -> bool:
 
 
 def is_data(value: object) -> bool:
-    """Whether a value holds no module, tensor or function, not even in its own attributes."""
+    """Says whether a value holds no module, tensor or function, not even in its own attributes."""
     leaves = pytree.tree_leaves(value)
     held = [item for leaf in leaves if isinstance(attributes := getattr(leaf, "__dict__", None), Mapping)
             for item in pytree.tree_leaves(dict(attributes))]

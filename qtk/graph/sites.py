@@ -50,7 +50,7 @@ def label(node: fx.Node, key: str) -> str | None:
 
 
 def exclusion(node: fx.Node) -> str | None:
-    """Why ``node`` stays in float, if it is a scan, or an op of an excluded module; else ``None``."""
+    """Says why ``node`` stays in float, if it is a scan, or an op of an excluded module; else ``None``."""
     by = label(node, EXCLUDED)
     if by == BY_SCAN:
         return "a scan over time, which is one op in float"
@@ -155,7 +155,7 @@ def ports(node: fx.Node) -> Iterator[Port]:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether the value of ``node`` is a tensor of real numbers, so that it can be quantized."""
+    """Says whether the value of ``node`` is a tensor of real numbers, so that it can be quantized."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 

@@ -247,7 +247,7 @@ def _has_values(node: fx.Node) -> bool:
 
 
 def _is_sized(node: fx.Node) -> bool:
-    """Whether the lengths of a value are known, not decided by data as ``nonzero`` does."""
+    """Says whether the lengths of a value are known, not decided by data as ``nonzero`` does."""
     return all(map(has_length_hint, _value(node).shape))
 
 

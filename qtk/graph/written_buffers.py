@@ -43,17 +43,17 @@ def written_buffers(graph: fx.Graph) -> dict[str, WrittenBuffer]:
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether ``node`` writes a buffer."""
+    """Says whether ``node`` writes a buffer."""
     return node.target is WRITE and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether ``node`` reads a buffer that its graph writes, whose value is data."""
+    """Says whether ``node`` reads a buffer that its graph writes, whose value is data."""
     return node.target is READ and isinstance(held := node.args[0], fx.Node) and is_written(held)
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether ``node`` holds a buffer that its graph writes."""
+    """Says whether ``node`` holds a buffer that its graph writes."""
     return node.op == "get_attr" and any(is_write(user) and user.args[0] is node for user in node.users)
 
 

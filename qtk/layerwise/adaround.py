@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from qtk.algorithms.adaround import Descent, adaround
+from qtk.algorithms.adaround import RoundingDescent, adaround
 from qtk.algorithms.coordinate_descent import coordinate_descent
 from qtk.algorithms.output_error import ActivationError
 from qtk.core.bounds import check_count
@@ -78,7 +78,7 @@ class AdaRound:
         start = state if state.is_rounded or activation_error is not None else Gptq().apply(state)
         state = replace(state, encoding=start.encoding)
         weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
-        descent = Descent(self.iterations, self.learning_rate, self.regularization, self.warm_start)
+        descent = RoundingDescent(self.iterations, self.learning_rate, self.regularization, self.warm_start)
         rounded = adaround(weight, grid, state.error, activation_error, descent)
         if activation_error is not None:
             return state.updated(weight=rounded[:, 0])

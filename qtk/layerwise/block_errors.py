@@ -33,7 +33,7 @@ class BlockErrors:
     rows: int = 0
 
     def add(self, other: BlockErrors) -> None:
-        """Changes the sums: adds those over other samples."""
+        """Changes the sums: adds the sums over other samples."""
         self.noise, self.divergence = self.noise + other.noise, self.divergence + other.divergence
         self.signal += other.signal
         self.rows += other.rows
@@ -49,7 +49,7 @@ class BlockErrors:
 
 
 Parts: TypeAlias = tuple[BlockErrors, BlockErrors]
-"""Over the samples that are seen, and over those that are held out."""
+"""Over the samples that are seen, and over the samples that are held out."""
 
 
 def power(value: Tensor) -> Tensor:

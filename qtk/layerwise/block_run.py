@@ -54,7 +54,7 @@ class BlockRun:
     Args:
         model: a model with quantizers. Changed: weights of its layers, and ranges of its activations, which end frozen.
         method: the settings.
-        layers: those to improve, each with an encoding.
+        layers: the layers to improve, each with an encoding.
         calls: the calls of the model, one for each batch.
         options: how it goes through the model.
         earlier: the results of earlier runs.
@@ -154,7 +154,7 @@ class BlockRun:
     def _learned(self, window: Window) -> LayerResult:
         """The result for a window, which changes if its held-out error falls; it then learns on from all samples.
 
-        Its errors are those before that. Of digits_vit W3A3, seed 1, the divergence over unseen images is 0.056 without
+        Its errors are from before that. Of digits_vit W3A3, seed 1, the divergence over unseen images is 0.056 without
         the held-out images, 0.046 with them.
         """
         if self._checkpoint is not None and window.name in self._checkpoint.finished:
@@ -304,7 +304,7 @@ class BlockRun:
         return [(node, value) for node, value in given if isinstance(value, Tensor) and value.is_floating_point()]
 
     def _split(self, node: fx.Node, value: Tensor, batch: int) -> tuple[Tensor, ...]:
-        """The rows that count, of the samples that are seen and of those held out."""
+        """The rows that count, of the samples that are seen and of the samples held out."""
         if self._is_split:
             return self._rows.split(node, value, batch, Geometry.linear())
         return (self._rows.rows(node, value, batch),)

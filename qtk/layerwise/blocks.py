@@ -43,12 +43,12 @@ def block_starts(nodes: Sequence[fx.Node], weighted: Collection[fx.Node], last_r
                  is_parameter: Callable[[fx.Node], bool]) -> list[int]:
     """The index of the first node of every block; each has a weighted op, and a block ends as late as it can.
 
-    A cut lies where of the values that depend on weighted ops at most one is still to be read, those apart that
+    A cut lies where of the values that depend on weighted ops at most one is still to be read, but for values that
     outlive ``LONG`` weighted ops: rotary tables and masks depend on none, an encoder's output lives on.
 
     Args:
         nodes: of the graph, in order.
-        weighted: those that multiply with a weight to be reconstructed, or hold such.
+        weighted: nodes that multiply with a weight to be reconstructed, or hold such.
         last_reads: value → index of the last node that reads it.
         is_parameter: whether a node is a parameter.
     """

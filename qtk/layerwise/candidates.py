@@ -23,11 +23,11 @@ from qtk.moments.second_moments import SecondMoments
 
 PRIORS = 0.0, 0.01, 0.03, 0.1, 0.3
 """Strengths of the prior that are tried, above the least one."""
-STRONGEST = 1e3
+MAX_PRIOR = 1e3
 """Upper bound of the prior, beyond which it alone decides."""
-REHEARSED = 8
-"""One of so many outputs is enough to choose the prior by, since each is found by itself."""
-FEWEST = 64
+OUTPUT_STRIDE = 8
+"""The prior is chosen on every 8th output: outputs are solved independently."""
+MIN_OUTPUTS = 64
 """Outputs by which the prior is chosen, if there are as many."""
 NONE = "none"
 """The winner where no method lowers the held-out error."""
@@ -67,7 +67,7 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     least = judge.error(start)
     best, gain, name = start, 0.0, NONE
     priors: Sequence[float] = PRIORS
-    every = min(REHEARSED, len(start.weight) // FEWEST)
+    every = min(OUTPUT_STRIDE, len(start.weight) // MIN_OUTPUTS)
     some = slice(None, None, every)
     if every > 1 and (rehearsed := start.of_outputs(some)) is not None:
         few = judge.of_outputs(some, rehearsed)
@@ -89,7 +89,7 @@ def _better(
     start: LayerState, judge: _Judge, least: float, methods: Sequence[LayerwiseMethod], floor: Tensor,
     priors: Sequence[float],
 ) -> Iterator[tuple[float, LayerState, float]]:
-    """Prior, result and gain over ``least``, each better than the one before, as long as the held-out error falls."""
+    """Prior, result and gain over ``least``, each better than the last, as long as the held-out error falls."""
     gain = 0.0
     for prior in priors:
         if prior and bool((floor >= prior).all()):
@@ -120,7 +120,7 @@ def shrinkage(gram: Tensor, rows: int | Tensor) -> Tensor:
         rows = rows.to(gram)
     denominator = (rows + 1 - 2 / columns) * (power - trace / columns)
     intensity = (numerator / denominator.clamp(min=torch.finfo(gram.dtype).tiny)).clamp(0, 1)
-    return (intensity / (1 - intensity)).nan_to_num().clamp(max=STRONGEST)
+    return (intensity / (1 - intensity)).nan_to_num().clamp(max=MAX_PRIOR)
 
 
 class _Judge:

@@ -112,7 +112,7 @@ class Checkpoint:
                                    "saved, and the same call goes on from there") from error
 
     def read(self, name: str, device: torch.device, numbers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What ``write`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
+        """Returns what ``write`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
         path = self._folder / self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
@@ -141,7 +141,7 @@ class Checkpoint:
 
 
 def _quantizers(model: nn.Module) -> list[str]:
-    """How every quantizer quantizes, and whether it does."""
+    """Says how every quantizer quantizes, and whether it does."""
     return [
         f"{path} {module.site} {module.spec!r} {module.mode}"
         for path, module in model.named_modules() if isinstance(module, Quantizer)

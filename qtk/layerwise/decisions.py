@@ -17,7 +17,7 @@ INDICES = frozenset(("argsort", "argmax", "argmin"))
 
 
 def decides(node: fx.Node) -> bool:
-    """Whether an op decides by the order of its values along one axis, and its indices are read.
+    """Says whether an op decides by the order of its values along one axis, and its indices are read.
 
     Of a maximum that is read as a value alone each path has its own.
     """
@@ -34,7 +34,7 @@ def axis_of(node: fx.Node) -> int:
 
 
 def sorts_ids(node: fx.Node) -> bool:
-    """Whether an op sorts integers: rows by the ids of their experts."""
+    """Says whether an op sorts integers: rows by the ids of their experts."""
     value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
     return aten_name(node.target) in ("sort", "argsort") and isinstance(value, Tensor) and not value.is_floating_point()
 
@@ -54,7 +54,7 @@ def sorted_stably(node: fx.Node, x: Tensor) -> Any:
 
 
 def decided_as(result: Any, node: fx.Node, x: Tensor) -> Any:
-    """What the op gives for ``x`` where it decides as in ``result``: its indices, with the values of ``x`` at them.
+    """Returns the op's result for ``x`` with the decisions of ``result``: its indices, the values of ``x`` there.
 
     >>> import torch
     >>> graph = fx.symbolic_trace(lambda x: x).graph

@@ -35,7 +35,7 @@ def choose_each(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner
 
 
 def _has_own_scales(state: LayerState) -> bool:
-    """Whether no two matrices share a scale."""
+    """Says whether no two matrices share a scale."""
     axes, scale, shape = state.geometry.axes, state.encoding.scale, state.weight.shape
     return axes is not None and scale.ndim == len(shape) and state.encoding.spec.scale_format is None and all(
         scale.shape[axis] == shape[axis] for axis in axes.separate

@@ -31,7 +31,7 @@ WIDEST, WIDEST_ASYMMETRIC = 1.4, 1.15
 """The widest of them over the range of the weights, which errors of other weights widen; symmetric codes of 2 bits have
 one above 0."""
 ROUNDS = 2
-"""Of choosing the scales for what was rounded with those before."""
+"""Of choosing the scales for what was rounded with the scales before."""
 
 
 @public
@@ -40,10 +40,10 @@ class Gptq:
     """GPTQ (arXiv 2210.17323), for weights of at most 4 bits with scales of its own.
 
     A scale that is found for rounding alone does not suit weights to which the errors of others were added. So each is
-    chosen, twice, by what rounding those costs an output, each error counted as far as columns still to come cannot
+    chosen, twice, by what rounding them costs an output, each error counted as far as columns still to come cannot
     take it up; an output keeps the round of lower error. It begins with codes that span twice the largest magnitude.
     Scales that 16-bit floats hold (``qtk.round_scales``) become such again. Frozen encodings, scales that rows share,
-    those stored in few bits and those that an earlier method of the same call has chosen stay what they are.
+    scales stored in few bits and scales that an earlier method of the same call has chosen stay what they are.
 
     Where the quantized model's input X̂ differs from the float model's X, it rounds the least-squares weights
     ``w + H⁻¹ Eᵀ w`` (damped H), whose output on X̂ is closest to the float output, not w (arXiv 2504.02692).

@@ -38,7 +38,7 @@ class LayerInput:
         moments: statistics of its input; ``None`` if none were required, or no data reached it.
         output: power of its output; stays 0 where it is not measured: with one path, and in nested layers.
         held_out_output: the same of the samples that are held out.
-        waits: whether this layer, and those before it, are to be updated before the walk goes on; else it runs nothing
+        waits: whether this layer, and layers before, are to be updated before the walk goes on; else it runs nothing
             before the next layer, or nothing that reads the new weights.
     """
 

@@ -79,7 +79,7 @@ class LayerState:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a method has replaced the weight."""
+        """Says whether a method has replaced the weight."""
         return self.weight is not self.unrounded
 
     @property

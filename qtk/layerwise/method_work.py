@@ -40,7 +40,8 @@ WORK: Mapping[type[object], Work] = {
 
 
 def multiplications(works: Iterable[Work], groups: int, outputs: int, columns: int, block: int) -> float:
-    """How many it takes to solve a layer of ``groups`` matrices, whose Gram matrices are of ``block`` columns each.
+    """Says how many it takes to solve a layer of ``groups`` matrices, whose Gram matrices are of ``block`` columns
+    each.
 
     >>> multiplications([Work(0, 0, 1, 5)], 1, 100, 10, 10)
     51000.0
@@ -50,5 +51,5 @@ def multiplications(works: Iterable[Work], groups: int, outputs: int, columns: i
 
 
 def relative_cost(methods: Iterable[LayerwiseMethod], groups: int, outputs: int, columns: int, block: int) -> float:
-    """What a layer costs over what others cost; arguments as of ``multiplications``."""
+    """Returns what a layer costs over what others cost; arguments as of ``multiplications``."""
     return multiplications([WORK.get(type(each), OTHER) for each in methods], groups, outputs, columns, block)

@@ -22,12 +22,12 @@ class LayerwiseMethod(Protocol):
 
     @property
     def needs_bias(self) -> bool:
-        """Whether it leaves a layer without a bias as it is."""
+        """Says whether it leaves a layer without a bias as it is."""
         ...
 
     @property
     def searches_scale(self) -> bool:
-        """Whether it replaces the encoding of the weight; layers with a frozen encoding are skipped then."""
+        """Says whether it replaces the encoding of the weight; layers with a frozen encoding are skipped then."""
         ...
 
     def min_rows(self, columns: int) -> int:
@@ -35,7 +35,7 @@ class LayerwiseMethod(Protocol):
         ...
 
     def refuses(self, spec: QuantSpec) -> str | None:
-        """Why it cannot work on weights with a spec; ``None`` if it can."""
+        """Says why it cannot work on weights with a spec; ``None`` if it can."""
         ...
 
     def required_statistics(self, block: int | None) -> RequiredStatistics:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from qtk.calls.calls import Call, leaves_text
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.failed_op import failed_op
-from qtk.public import NOT_OURS, raised_by_us
+from qtk.public import PASS_THROUGH, raised_by_us
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def named_batch(batch: int, call: Call) -> Iterator[None]:
         yield
     except QtkError as error:
         raise type(error)(f"batch {batch}: {error}") from None
-    except NOT_OURS:
+    except PASS_THROUGH:
         raise
     except Exception as error:  # whatever a model raises
         if raised_by_us(error):

@@ -57,9 +57,9 @@ class LayerwiseOptions:
             ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
             simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
         calibrate_all_experts: take the statistics of mixtures of experts with every token sent to every expert, not
-            to those that the router chooses; costs as many runs of the experts as there are experts for one chosen.
+            to experts that the router chooses; costs as many runs of the experts as there are experts for one chosen.
             From the outputs of experts on, the model follows the router's choice.
-        sparsity: ``2:4`` prunes two of four weights along the input axis of every layer first, those with which its
+        sparsity: ``2:4`` prunes two of four weights along the input axis of every layer first, the two with which its
             output changes least; methods see the mask, as they see the zeros of a weight that is pruned already, which
             none of them moves (of weights with at least 30 % exact zeros). Layers that it does not fit stay dense, and
             are listed in the report. ``None``: nothing is pruned.

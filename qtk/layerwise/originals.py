@@ -101,7 +101,7 @@ class Originals:
     def rewind(self) -> tuple[list[WeightedLayer], list[str]]:
         """Gives float weights, biases and earlier encodings back to all layers whose originals are kept and valid.
 
-        Returns: these layers, and the names of those with rounded weights whose originals are gone, or void since the
+        Returns: these layers, and the names of rounded layers whose originals are gone, or void since the
             layer was changed.
         """
         gone = []
@@ -127,7 +127,7 @@ class Originals:
         return list(self._rewound), gone
 
     def present(self, layer: WeightedLayer) -> PresentValues | None:
-        """What an earlier run gave to a layer that was rewound; ``None`` for any other."""
+        """Returns what an earlier run gave to a layer that was rewound; ``None`` for any other."""
         encoding = self._settings[layer].encoding
         if layer not in self._rewound or encoding is None:
             return None
@@ -184,7 +184,7 @@ class EarlierResults:
     is_continued: bool = False
 
     def present(self, layer: WeightedLayer) -> PresentValues | None:
-        """What a layer of the run starts from; ``None``: its float values."""
+        """Returns what a layer of the run starts from; ``None``: its float values."""
         return self.originals.present(layer) if self.is_continued else None
 
     def digest(self, layers: Sequence[WeightedLayer]) -> str | None:
@@ -206,7 +206,7 @@ def valid_original(layer: WeightedLayer) -> Original | None:
 
 
 def frozen_before(layer: WeightedLayer) -> bool:
-    """Whether the encoding is frozen by more than the earlier run whose result a later one may replace."""
+    """Says whether the encoding is frozen by more than the earlier run whose result a later one may replace."""
     quantizer = layer.quantizer
     original = valid_original(layer) if quantizer.frozen else None
     if original is None or not _same(quantizer.encoding, original.encoding_left):
@@ -215,7 +215,7 @@ def frozen_before(layer: WeightedLayer) -> bool:
 
 
 def warn_of_earlier_results(restarted: Sequence[str], gone: Sequence[str]) -> None:
-    """Warns of layers that start anew though nobody has asked for it, and of those whose float weights are gone."""
+    """Warns of layers that start anew though nobody has asked for it, and of layers whose float weights are gone."""
     if restarted:
         warnings.warn(
             f"{len(restarted)} layers ({_listed(restarted)}) start again from their float weights: what an earlier "

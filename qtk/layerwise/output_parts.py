@@ -61,6 +61,6 @@ def _edges(root: fx.Node, moved: fx.Node, axis: int) -> set[int]:
 
 
 def _depends_on(node: fx.Node, root: fx.Node) -> bool:
-    """Whether a moved value depends on ``root`` alone."""
+    """Says whether a moved value depends on ``root`` alone."""
     return node is root or (node.op != "placeholder" and bool(node.all_input_nodes) and all(
         _depends_on(read, root) for read in node.all_input_nodes))

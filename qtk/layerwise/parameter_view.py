@@ -53,7 +53,7 @@ def parameter_view(graph: fx.GraphModule, flow: Flow, value: fx.Node) -> Paramet
 
 
 def _are_apart(flow: Flow, source: fx.Node, parameter: Tensor) -> bool:
-    """Whether quantizers alone read a parameter, and no element of it is read by two."""
+    """Says whether quantizers alone read a parameter, and no element of it is read by two."""
     readers = list(flow.readers(source))
     if any(quantizer_called(reader.user) is None for reader in readers):
         return False

@@ -58,7 +58,7 @@ class PathEvaluator:
                     self._last_reads[name] = attribute(graph, name), index
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter, quantized or not, or moved."""
+        """Says whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
 
     def _root(self, node: fx.Node) -> fx.Node | None:
@@ -68,7 +68,7 @@ class PathEvaluator:
         return node if node.op == "get_attr" else None
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes whose values a node needs when it runs, those that its moved parameters need among them."""
+        """The nodes whose values a node needs when it runs, the nodes of its moved parameters included."""
         needed = dict.fromkeys(node.all_input_nodes)
         for read in node.all_input_nodes:
             if read in self._moved:
@@ -131,7 +131,7 @@ class PathEvaluator:
                 quantizer.weight_cache.clear()
 
     def _reads_the_same(self, node: fx.Node, values: Values) -> bool:
-        """Whether a node reads the same objects on all paths."""
+        """Says whether a node reads the same objects on all paths."""
         for read in node.all_input_nodes:
             if self.is_parameter(read):
                 if read in self.quantizers or str(read.target) in self._float_copies:

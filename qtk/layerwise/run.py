@@ -43,7 +43,7 @@ class LayerwiseRun:
     Args:
         model: a model with quantizers. Changed: its layers.
         methods: applied to each layer in order.
-        layers: those to improve, each with an encoding.
+        layers: the layers to improve, each with an encoding.
         calls: the calls of the model, one for each batch.
         options: how it goes through the layers.
         earlier: the results of earlier runs.
@@ -127,7 +127,7 @@ class LayerwiseRun:
         return [_result(layer.name, updates.get(layer.name)) for layer in self._layers]
 
     def _go_on(self, updates: dict[str, tuple[LayerInput, LayerUpdate]], bar: tqdm[Any]) -> bool:
-        """Walks to the next layer, and updates those that are ready. Returns: whether there was any.
+        """Walks to the next layer, and updates the layers that are ready. Returns: whether there was any.
 
         No local variable of its caller holds statistics while the walk goes on.
         """
@@ -208,7 +208,7 @@ class LayerwiseRun:
 
 
 def _cost(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], block: int | None) -> float:
-    """What solving a layer costs over what others cost."""
+    """Returns what solving a layer costs over what others cost."""
     groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
     return relative_cost(methods, groups, outputs, columns, block or columns)
 

@@ -31,14 +31,14 @@ SAMPLE_ROWS = 1024
 class SeqMse:
     """Minimises the output error of a layer over ``i / num_candidates`` times the present range of each scale.
 
-    Scales stored in few bits (MX, NVFP4, LPBQ) are searched among those that can be stored.
+    Scales stored in few bits (MX, NVFP4, LPBQ) are searched among scales that can be stored.
 
     Args:
         num_candidates: ranges tried, at most 10,000.
         refine: try as many once more, around the best.
         joint: then block-coordinate descent over the blocks of a weight quantized in blocks, on the error of the whole
             output.
-        exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
+        exact: compute the error of every candidate; otherwise estimates pick candidates whose errors are computed.
         loss: ``mse``; ``sqnr``, which differs where several outputs share a scale: each counts by its own power; or
             ``l1``, absolute errors on a sample of rows.
 
@@ -138,7 +138,7 @@ class _RangeSearch:
 
     @property
     def has_cross_blocks(self) -> bool:
-        """Whether the Gram matrix holds products of columns of different blocks."""
+        """Says whether the Gram matrix holds products of columns of different blocks."""
         return self._block_error is not self._whole_error
 
     def best(self, fraction: Tensor, *, exact: bool) -> _BestRanges:

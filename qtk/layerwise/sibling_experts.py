@@ -61,7 +61,7 @@ def data_of(layer: WeightedLayer, op: fx.Node) -> fx.Node | None:
 
 
 def has_rows_by_data(node: fx.Node, *, is_float: bool = False) -> bool:
-    """Whether data decide a length of a value, as ``nonzero`` does; with ``is_float`` only of real numbers."""
+    """Says whether data decide a length of a value, as ``nonzero`` does; with ``is_float`` only of real numbers."""
     value = node.meta.get("val")
     tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
     tensors = [each for each in tensors if each.is_floating_point() or not is_float]
@@ -69,7 +69,7 @@ def has_rows_by_data(node: fx.Node, *, is_float: bool = False) -> bool:
 
 
 def chooses_rows(node: fx.Node) -> bool:
-    """Whether an op chooses rows of its operand by data: ``x[expert == 3]``."""
+    """Says whether an op chooses rows of its operand by data: ``x[expert == 3]``."""
     return has_rows_by_data(node, is_float=True) and any(map(is_float, node.all_input_nodes)) and not any(
         has_rows_by_data(read, is_float=True) for read in node.all_input_nodes)
 

@@ -55,7 +55,7 @@ def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[
 
 
 def misfit(geometry: Geometry, weight: Tensor) -> str | None:
-    """Why no 2:4 mask fits a weight; ``None`` if one does."""
+    """Says why no 2:4 mask fits a weight; ``None`` if one does."""
     if geometry.axes is not None and geometry.axes.stack:
         return "2:4 is a pattern of one matrix, this weight is a stack of them (experts)"
     if geometry.axes is None and geometry.groups > 1:

@@ -61,7 +61,7 @@ def walk(
     holdout: Holdout | None = None,
     all_experts: bool = False,
 ) -> Iterator[LayerInput]:
-    """Yields every layer of ``required`` when all of its input is known; update those that ``waits`` ends together.
+    """Yields every layer of ``required`` when all of its input is known; update layers that ``waits`` ends together.
 
     Quantizers act in their modes, except on the float path, where they are bypassed.
 
@@ -126,7 +126,7 @@ class _Input:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether tokens that do not count can be left out."""
+        """Says whether tokens that do not count can be left out."""
         return self.geometry.is_pointwise and (self.use is None or not self.use.is_routed)
 
 
@@ -315,7 +315,7 @@ class _GraphWalk:
         ]
 
     def _collected(self, layer: WeightedLayer) -> SecondMoments | None:
-        """The summed statistics of all uses of a layer; those that no other layer needs are dropped."""
+        """The summed statistics of all uses of a layer; statistics that no other layer needs are dropped."""
         uses: list[SecondMoments] = []
         for node in self._uses[layer]:
             if node in self._nested:

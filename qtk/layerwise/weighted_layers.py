@@ -62,7 +62,7 @@ class WeightedLayer:
 
     @property
     def matrices(self) -> int | None:
-        """How many matrices the weight is a stack of, each with rows of its own; ``None`` of other layers."""
+        """Says how many matrices the weight is a stack of, each with rows of its own; ``None`` of other layers."""
         return self.geometry.groups if self.geometry.axes is not None and self.geometry.groups > 1 else None
 
 
@@ -109,7 +109,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[fx.GraphModule, Use, Quantizer]]:
 def _is_read_by(
     quantizer: Quantizer, layer: WeightedLayer, readers: Mapping[fx.Graph, set[Quantizer | None]]
 ) -> bool:
-    """Whether the quantizer alone reads the weight; of a part of a parameter only one graph is looked at."""
+    """Says whether the quantizer alone reads the weight; of a part of a parameter only one graph is looked at."""
     if layer.view is not None and layer.view.moves:
         return len(readers) == 1
     return set[Quantizer | None]().union(*readers.values()) == {quantizer}
@@ -157,7 +157,7 @@ def _layer(
 
 
 def _is_one_matrix(row: OpRow, port: Port, weight: Tensor) -> bool:
-    """Whether the op multiplies the weight as it is stored with the last axis, or the channels, of its input."""
+    """Says whether the op multiplies the weight as it is stored with the last axis, or the channels, of its input."""
     if row.product is Product.IN_OUT:
         return weight.ndim == 2 and row.data_arg is not None and port.arg == row.data_arg + 1
     return row.product is not None or row.kind not in ("grouped_matmul", "einsum")

@@ -119,7 +119,7 @@ class BatchRows:
 
 
 def samples_of(call: Call) -> int | None:
-    """How many samples a call has: the length of the first axis of the mask of tokens, else of the first input."""
+    """Says how many samples a call has: the length of the first axis of the mask of tokens, else of the first input."""
     if call.valid is not None:
         return call.valid.samples
     tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]

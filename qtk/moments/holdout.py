@@ -29,7 +29,7 @@ class Holdout:
     batches: frozenset[int] | None = None
 
     def kept(self, length: int, batch: int) -> int:
-        """How many of the ``length`` samples of a batch are not held out: the first."""
+        """Says how many of the ``length`` samples of a batch are not held out: the first."""
         if self.batches is not None:
             return 0 if batch in self.batches else length
         count = round(self.fraction * length)

@@ -55,7 +55,7 @@ class MatrixRows:
         return iter(torch.split(self.rows, list(self.counts)))
 
     def meets_as(self, other: MatrixRows) -> bool:
-        """Whether row by row the same matrices are met, so that the rows of both are pairs."""
+        """Says whether row by row the same matrices are met, so that the rows of both are pairs."""
         return torch.equal(self.owner, other.owner)
 
     def split(self, holdout: Holdout, batch: int) -> tuple[MatrixRows, MatrixRows]:

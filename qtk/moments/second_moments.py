@@ -184,12 +184,12 @@ class SecondMoments:
 
     @property
     def has_two_inputs(self) -> bool:
-        """Whether X was ever given beside X̂."""
+        """Says whether X was ever given beside X̂."""
         return "error_sum" in self._sums
 
     @property
     def _has_weight_product(self) -> bool:
-        """Whether ``wᵀ E`` is summed, not E."""
+        """Says whether ``wᵀ E`` is summed, not E."""
         return "linear" in self._sums or "linear" in self._products
 
     @torch.no_grad()

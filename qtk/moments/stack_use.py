@@ -69,7 +69,7 @@ class StackUse:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weight is one matrix, multiplied with the last axis of the data."""
+        """Says whether the weight is one matrix, multiplied with the last axis of the data."""
         return not self.axes.stack and self.axes.parts == 1 and self.terms is None and not self.is_left
 
     @property
@@ -81,7 +81,7 @@ class StackUse:
 
     @property
     def is_routed(self) -> bool:
-        """Whether data decide which rows meet which matrix."""
+        """Says whether data decide which rows meet which matrix."""
         return len(self.reads) > 1
 
     def rows(self, read: Read) -> MatrixRows:
@@ -122,7 +122,7 @@ class StackUse:
 
 
 def stack_use(flow: Flow, row: OpRow, port: Port, *, parts: int = 1) -> StackUse:
-    """How the op at ``port`` multiplies the weight there.
+    """Says how the op at ``port`` multiplies the weight there.
 
     Args:
         flow: of the graph.

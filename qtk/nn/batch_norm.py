@@ -92,7 +92,7 @@ def batch_norm(
 
 
 def _only_normalises(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is torch's own; a subclass's may do more, which is in the graph."""
+    """Says whether the forward of ``module`` is torch's own; a subclass's may do more, which is in the graph."""
     return type(module).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)
 
 

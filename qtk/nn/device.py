@@ -22,12 +22,12 @@ NAMED = 3
 
 
 def is_dry_run(model: nn.Module) -> bool:
-    """Whether tensors of the model have no values (meta)."""
+    """Says whether tensors of the model have no values (meta)."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def without_values(model: nn.Module) -> str:
-    """What cannot be done with a dry run, and how to load its weights."""
+    """Returns what cannot be done with a dry run, and how to load its weights."""
     return (f"{empty_tensors(model)}: on the meta device, whose tensors have no values: make the simulation from a "
             f"model with weights; {LOAD}")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qtk.nn.batch_norm import BatchNorm, batch_norm
-from qtk.nn.second_run import refuse_second_run
+from qtk.nn.recomputation_guard import refuse_recomputation
 from qtk.torch_private import BatchNormBase, hooks
 
 
@@ -44,7 +44,7 @@ def snapshot(x: Tensor) -> Tensor:
     >>> snapshot(torch.tensor([1.0]))
     tensor([1.])
     """
-    refuse_second_run("the statistics of a live batch norm have moved")
+    refuse_recomputation("the statistics of a live batch norm have moved")
     return x.clone()
 
 
@@ -60,7 +60,7 @@ def scale_now(weight: Tensor | None, running_var: Tensor, module: nn.Module) -> 
         if torch.compiler.is_compiling():
             running_var = snapshot(running_var)
         else:
-            refuse_second_run(f"the statistics of a live {type(module).__name__}({len(running_var)}) have moved")
+            refuse_recomputation(f"the statistics of a live {type(module).__name__}({len(running_var)}) have moved")
     return folding_scale(weight, running_var, float(module.eps))  # type: ignore[arg-type]
 
 
@@ -98,7 +98,7 @@ def shifted_bias(
 
 
 def is_folded(module: nn.Module) -> bool:
-    """Whether the layer in front of the batch norm ``module`` computes what both will be when folded.
+    """Says whether the layer in front of the batch norm ``module`` computes what both will be when folded.
 
     Not in train mode, nor while hooks wait for the batch norm to be called.
     """

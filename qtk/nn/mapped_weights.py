@@ -39,19 +39,19 @@ DONTNEED = 4  # of <sys/mman.h> on Linux
 MMAP_THRESHOLD = -3  # of <malloc.h> of glibc
 HEAP_BYTES, USUAL_HEAP_BYTES = 1 << 21, 1 << 25
 """Largest block of memory that comes from the heap while ``bounded`` runs, and otherwise. Free blocks of the heap below
-one in use stay in memory. The larger bound is the one that glibc raises its own to, once such blocks were freed."""
+one in use stay in memory. The larger bound is what glibc raises its own to, once such blocks were freed."""
 OF_FILE = 1 << 61
 """The bit of /proc/self/pagemap for a page that belongs to a file: one that was not written."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor, of at least a page, is a private range of a file."""
+    """Says whether the memory of a tensor, of at least a page, is a private range of a file."""
     size_bytes = tensor.numel() * tensor.element_size()
     return tensor.device.type == "cpu" and size_bytes >= PAGE and _is_inside(tensor, _file_ranges())
 
 
 def is_large(model: nn.Module) -> bool:
-    """Whether the parameters take so much that a run on them is long."""
+    """Says whether the parameters take so much that a run on them is long."""
     return parameter_bytes(model) >= LARGE_BYTES
 
 
@@ -60,7 +60,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def has_mapped(model: nn.Module) -> bool:
-    """Whether any parameter is mapped."""
+    """Says whether any parameter is mapped."""
     return bool(_mapped(model.parameters()))
 
 
@@ -245,7 +245,7 @@ def _file_ranges() -> list[tuple[int, int]]:
 
 
 def _has_written_pages(tensor: Tensor) -> bool:
-    """Whether a page of a mapped tensor was written; also where the system does not say."""
+    """Says whether a page of a mapped tensor was written; also where the system does not say."""
     begin, end = _range(tensor)
     first, count = begin // PAGE, -(-end // PAGE) - begin // PAGE
     try:

@@ -55,7 +55,7 @@ def _pays(module: nn.Module, inputs: tuple[Tensor | None, ...]) -> bool:
 
 
 def _state_of(module: nn.Module) -> list[object]:
-    """What decides on the result of a module beside its inputs."""
+    """Returns what decides on the result of a module beside its inputs."""
     flags = [(inner.training, isinstance(inner, Tap) and inner.idle) for inner in module.modules()]
     tensors = [*module.parameters(), *module.buffers()]
     return [*flags, *((id(tensor), version_of(tensor)) for tensor in tensors)]

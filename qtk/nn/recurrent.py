@@ -1,6 +1,6 @@
 """Recurrent nets as torch's fused kernel, or as a loop over cells whose values can be observed and quantized.
 
-Parameters are arguments, so that they stay edges of the outer graph. A ``Step`` is one layer in one direction.
+Parameters are arguments, so that they stay edges of the outer graph. A ``TimeStep`` is one layer in one direction.
 T: time, N: batch, I: input, H: hidden, P: output of a layer (H, or ``proj_size``).
 """
 
@@ -34,7 +34,7 @@ Part = tuple[nn.Module, tuple[Tensor | None, ...]]
 """A module that is captured as a graph of its own, and its arguments."""
 
 
-class Step(nn.Module):
+class TimeStep(nn.Module):
     """One layer in one direction: the input projection of all time steps in one GEMM, and the cell of one time step."""
 
     def __init__(self, kind: Kind) -> None:
@@ -52,11 +52,11 @@ class Step(nn.Module):
 
 
 class OverTime(Protocol):
-    """Runs one ``Step`` over all time steps; ``loop_over_time`` defines what it returns."""
+    """Runs one ``TimeStep`` over all time steps; ``loop_over_time`` defines what it returns."""
 
     def __call__(
         self,
-        step: Step,
+        step: TimeStep,
         x: Tensor,
         states: tuple[Tensor, ...],
         parameters: StepParameters,
@@ -105,11 +105,11 @@ class Recurrent(nn.Module):
         self.over_time: OverTime = loop_over_time
         self.packed_kernel: Callable[..., tuple[Tensor, ...]] | None = None
         for name in self.step_names:
-            self.add_module(name, Step(kind))
+            self.add_module(name, TimeStep(kind))
 
     @property
     def step_names(self) -> list[str]:
-        """Names of the ``Step`` submodules in order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
+        """Names of the ``TimeStep`` submodules in order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
@@ -147,7 +147,7 @@ class Recurrent(nn.Module):
             for direction in range(directions):
                 index = layer * directions + direction
                 step = self.get_submodule(self.step_names[index])
-                assert isinstance(step, Step)
+                assert isinstance(step, TimeStep)
                 step_states = tuple(state[index] for state in states)
                 output, state = self.over_time(
                     step, x, step_states, parameters[index], batch_sizes, backwards=direction == 1
@@ -172,7 +172,7 @@ class Recurrent(nn.Module):
         for index, parameters in enumerate(self._parameters_of_steps(weights, biases)):
             name = self.step_names[index]
             step = self.get_submodule(name)
-            assert isinstance(step, Step)
+            assert isinstance(step, TimeStep)
             step_input = x.new_zeros(*x.shape[:-1], parameters.w_ih.shape[1])
             parts = step.parts(step_input, [state[index] for state in states], parameters)
             parts_by_name |= {f"{name}.{part}": value for part, value in parts.items()}
@@ -220,7 +220,7 @@ class RecurrentCell(nn.Module):
         self.kind: Kind = kind
         self.has_biases = has_biases
         self.over_time: OverTime | None = None
-        self.step = Step(kind)
+        self.step = TimeStep(kind)
 
     def forward(
         self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -250,7 +250,7 @@ class RecurrentCell(nn.Module):
 
 
 class StepParameters:
-    """The weights and biases of one ``Step``."""
+    """The weights and biases of one ``TimeStep``."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         self.w_ih, self.w_hh, *projection = weights
@@ -275,7 +275,7 @@ def _by_step(weights: Sequence[Tensor], biases: Sequence[Tensor], weights_per_st
 
 
 def loop_over_time(
-    step: Step,
+    step: TimeStep,
     x: Tensor,
     states: tuple[Tensor, ...],
     parameters: StepParameters,
@@ -283,7 +283,7 @@ def loop_over_time(
     *,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Runs one ``Step`` over all time steps.
+    """Runs one ``TimeStep`` over all time steps.
 
     Packed sequences are sorted by length, the longest first; ``batch_sizes[t]`` of them have an element at time t.
     Forwards, a sequence that has ended keeps its state; backwards, it starts at its last element.

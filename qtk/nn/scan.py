@@ -52,7 +52,7 @@ class Scan(nn.Module):
         return super().train(mode)
 
     def forward(self, *values: Tensor | int) -> tuple[Tensor, ...]:
-        """The tensors that the function returns, in order, then those it wrote. Args: values: tensors, then lengths."""
+        """The tensors that the function returns, in order, then what it wrote. Args: values: tensors, then lengths."""
         leaves: list[object] = list(self._leaves)
         for index, value in zip(self._values, values, strict=True):
             leaves[index] = value.clone() if index in self._written and isinstance(value, Tensor) else value

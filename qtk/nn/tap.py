@@ -12,22 +12,22 @@ class Tap(nn.Module):
 
     @property
     def idle(self) -> bool:
-        """Whether values are neither observed nor changed, so that a fused kernel may skip this module."""
+        """Says whether values are neither observed nor changed, so that a fused kernel may skip this module."""
         raise NotImplementedError
 
     @property
     def repeatable(self) -> bool:
-        """Whether a second call with the same value returns the same and leaves no trace."""
+        """Says whether a second call with the same value returns the same and leaves no trace."""
         return False
 
 
 def all_idle(module: nn.Module) -> bool:
-    """Whether every tap in ``module`` is idle, or there are none."""
+    """Says whether every tap in ``module`` is idle, or there are none."""
     return all(inner.idle for inner in module.modules() if isinstance(inner, Tap))
 
 
 def all_repeatable(module: nn.Module) -> bool:
-    """Whether every tap in ``module`` is repeatable, and no module in it has hooks."""
+    """Says whether every tap in ``module`` is repeatable, and no module in it has hooks."""
     return not any(
         hooks(inner) or (isinstance(inner, Tap) and not inner.repeatable) for inner in module.modules()
     )

@@ -44,7 +44,7 @@ class Extremes:
 
     @property
     def nothing(self) -> bool:
-        """Whether all elements are sentinels; false where that is not known without a synchronization."""
+        """Says whether all elements are sentinels; false where that is not known without a synchronization."""
         return isinstance(self.count, int) and self.count == 0
 
 
@@ -190,7 +190,7 @@ def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether values of ``x`` can be read without synchronizing with an accelerator."""
+    """Says whether values of ``x`` can be read without synchronizing with an accelerator."""
     return x.device.type == "cpu"
 
 

@@ -68,7 +68,7 @@ def row_of(node: fx.Node) -> OpRow | None:
 
 
 def is_product(function: object) -> bool:
-    """Whether an op, such as ``torch.ops.aten.linear.default``, is a matrix product or a convolution."""
+    """Says whether an op, such as ``torch.ops.aten.linear.default``, is a matrix product or a convolution."""
     name = aten_name(function)
     row = None if name is None else ROWS.get(name)
     return row is not None and row.product is not None

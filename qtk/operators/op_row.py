@@ -160,18 +160,18 @@ class OpRow:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it computes products of what it reads and weights, or of two values that it reads."""
+        """Says whether it computes products of what it reads and weights, or of two values that it reads."""
         return self.product is not None or self.weight_axes is not None or self.inside is not None
 
     @property
     def scales_as(self) -> Scaling:
-        """What becomes of the factors of channels: ``scaling``, else what is true of every op of its role."""
+        """Returns what becomes of the factors of channels: ``scaling``, else what is true of every op of its role."""
         by_role = {Role.COMPUTE: Scaling.PINNED, Role.COUNT: Scaling.PINNED, Role.CREATE: Scaling.CONSTANT}
         return self.scaling or by_role.get(self.role, Scaling.MOVED)
 
     @property
     def keeps_elements(self) -> bool:
-        """Whether elements of the result are elements of operands: moved, or merged."""
+        """Says whether elements of the result are elements of operands: moved, or merged."""
         return self.role in (Role.MOVEMENT, Role.MERGE)
 
     @property

@@ -77,7 +77,7 @@ BATCH_SIZES = 4
 
 
 def packed_call(node: fx.Node) -> bool:
-    """Whether ``node`` calls a recurrent net with a packed sequence."""
+    """Says whether ``node`` calls a recurrent net with a packed sequence."""
     return isinstance(called_module(node), Recurrent) and len(node.args) > BATCH_SIZES
 
 

@@ -54,7 +54,7 @@ def _bypass(flow: Flow, value: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _is_beside(flow: Flow, ops: tuple[fx.Node, ...], product: fx.Node) -> bool:
-    """Whether a bypass has the input of ``product``, and fewer weights."""
+    """Says whether a bypass has the input of ``product``, and fewer weights."""
     row = flow.row(product)
     weights = _weights(flow, product)
     if row is None or row.product is None or not weights or product in ops:
@@ -69,7 +69,7 @@ def _is_beside(flow: Flow, ops: tuple[fx.Node, ...], product: fx.Node) -> bool:
 
 
 def _scaled(flow: Flow, value: fx.Node, row: OpRow | None) -> fx.Node | None:
-    """What a product or quotient with a number scales."""
+    """Returns what a product or quotient with a number scales."""
     if row is None or row.kind not in SCALINGS:
         return None
     moving = [port.value for port in ports(value) if not flow.is_static(port.value)]

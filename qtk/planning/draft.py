@@ -20,10 +20,10 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.absolute import absolute_values
-from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, is_result, maker
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
+from qtk.graph.value_kinds import ValueKind, value_kinds
 from qtk.operators.contents import Trait, contents
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Precision, Role
@@ -57,7 +57,7 @@ OF_CELLS = frozenset({"lstm", Fact.NESTED})
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RuleRequest:
     """What a decision asks for one tensor; whether it comes true shows when all passes have run.
 
     Args:
@@ -115,7 +115,7 @@ class Draft:
         if io is not None:
             matches: list[PatternMatch] = self._found(OF_FORMULAS, lambda: match_patterns(graph), [])
             self.formulas = {node: match for match in matches if not self._is_split(match) for node in match.nodes}
-        self._natures: dict[fx.Node, Nature] = self._found(OF_COUNTS, lambda: natures(graph, self.flow), {})
+        self._natures: dict[fx.Node, ValueKind] = self._found(OF_COUNTS, lambda: value_kinds(graph, self.flow), {})
         self.absolute: set[fx.Node] = self._found(
             OF_ABSOLUTE_VALUES, lambda: absolute_values(graph, self.flow), set())
         self._adapters: frozenset[fx.Node] = self._found(
@@ -146,7 +146,7 @@ class Draft:
         self.held: dict[fx.Node, SitePlan] = {}
         self.split: dict[fx.Node, str] = {}
         self.misfits: list[str] = []
-        self.requests: list[Request] = []
+        self.requests: list[RuleRequest] = []
         self.in_blocks: set[fx.Node] = set()
         self.caches: list[list[Site]] = []
         self.cached: set[fx.Node] = set()
@@ -214,7 +214,7 @@ class Draft:
     def request(self, role: TensorRole, decision: Decision, keys: tuple[Key, ...], plan: SitePlan | None) -> None:
         """Records what ``decision`` asks for, if it follows a rule."""
         if decision.rules:
-            self.requests.append(Request(role, decision, keys, plan))
+            self.requests.append(RuleRequest(role, decision, keys, plan))
 
     def planned(self, keys: tuple[Key, ...]) -> SitePlan | None:
         """The plan that the first of ``keys`` with one has now; ``None`` if the tensor stays in float."""
@@ -279,26 +279,26 @@ class Draft:
 
     def counts(self, node: fx.Node) -> bool:
         """Says whether the value is of counts, indices or masks; integer inputs are, unless weights read them."""
-        nature = self._natures.get(node, Nature.REAL)
-        if nature is Nature.INTEGER and is_float(node):
+        nature = self._natures.get(node, ValueKind.REAL)
+        if nature is ValueKind.INTEGER and is_float(node):
             rows = [row for port in self.flow.readers(node) if (row := self.flow.row(port.user)) is not None]
             return not any(row.weights or row.multiplies for row in rows)
-        return nature is Nature.COUNT
+        return nature is ValueKind.COUNT
 
     def divides(self, port: Port) -> bool:
-        """Whether a 0 in the value at ``port`` makes the reader's result infinite."""
+        """Says whether a 0 in the value at ``port`` makes the reader's result infinite."""
         row = self.flow.row(port.user)
         return row is not None and port.arg in row.divisors
 
     def takes_data(self, port: Port) -> bool:
-        """Whether the reader computes with the value at ``port``, or merges it."""
+        """Says whether the reader computes with the value at ``port``, or merges it."""
         row = self.flow.row(port.user)
         if row is None or row.role not in (Role.COMPUTE, Role.MERGE):
             return False
         return any(other.index == port.index for other in self.flow.data_ports(port.user))
 
     def excluded_reader(self, node: fx.Node) -> str | None:
-        """Why the value of ``node`` stays in float: an excluded module reads it; ``None`` if none does."""
+        """Says why the value of ``node`` stays in float: an excluded module reads it; ``None`` if none does."""
         for port in self.flow.readers(node):
             reason = self.float_outputs if port.user.op == "output" else exclusion(port.user)
             if reason is not None:
@@ -306,7 +306,7 @@ class Draft:
         return None
 
     def unknown_readers(self, readers: list[Port]) -> str | None:
-        """Why a value with these readers stays in float: ops without a row read it; ``None`` if none does."""
+        """Says why a value with these readers stays in float: ops without a row read it; ``None`` if none does."""
         excluded = next((reason for port in readers if (reason := exclusion(port.user))), None)
         if excluded is not None:
             return excluded
@@ -358,12 +358,12 @@ class Draft:
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Whether the value of ``node`` has no elements."""
+    """Says whether the value of ``node`` has no elements."""
     return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
 
 
 def agrees(plan: SitePlan, wanted: SitePlan, decision: Decision) -> bool:
-    """Whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
+    """Says whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
     said = [name for name in ("scheme", "range", "min_fill", "bounds") if name in decision.origins]
     return plan.spec == wanted.spec and all(getattr(plan, name) == getattr(wanted, name) for name in said)
 

@@ -66,7 +66,7 @@ class Feeds:
         return self._names[reader] | frozenset(row.names) if self._hands_on(reader, row) else frozenset(row.names)
 
     def _hands_on(self, reader: fx.Node, row: OpRow) -> bool:
-        """Whether what an op makes of a value feeds what the value feeds."""
+        """Says whether what an op makes of a value feeds what the value feeds."""
         if row.feeding is Feeding.SCALED:
             return sum(not self._flow.is_static(port.value) for port in self._flow.data_ports(reader)) == 1
         return row.keeps_elements or row.feeding is Feeding.RESULT

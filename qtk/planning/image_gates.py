@@ -11,7 +11,7 @@ GATED = ("silu", "hardswish", "gate")
 
 
 def is_image_gate(node: fx.Node) -> bool:
-    """Whether ``node`` makes a batch of images, and not of what a linear layer or a matrix product makes.
+    """Says whether ``node`` makes a batch of images, and not of what a linear layer or a matrix product makes.
 
     The integer products of these can output floats, which costs no kernel and no rounding; a convolution's cannot.
     """

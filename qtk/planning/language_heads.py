@@ -57,13 +57,13 @@ def _length(node: fx.Node, axis: int) -> int | None:
 
 
 def _multiplies(flow: Flow, node: fx.Node) -> bool:
-    """Whether an op is a product with weights."""
+    """Says whether an op is a product with weights."""
     row = flow.row(node)
     return row is not None and row.multiplies and row.kind != EMBEDDING and bool(flow.weight_ports(node))
 
 
 def _is_given(ids: object) -> bool:
-    """Whether ids are an input of the graph: moved, merged with others, or changed element by element.
+    """Says whether ids are an input of the graph: moved, merged with others, or changed element by element.
 
     Of an element-wise op all operands of its shape must be such, but for constants and masks: positions are a count,
     ``arange`` or ``cumsum``, even where an input is added to it or multiplied with it.
@@ -95,7 +95,7 @@ def _is_given(ids: object) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether an op computes each element of its result from the elements there of its operands."""
+    """Says whether an op computes each element of its result from the elements there of its operands."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet is not None and (packet in UNTAGGED or any(
         torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads()))
@@ -108,7 +108,7 @@ def _is_integer(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value is one number everywhere."""
+    """Says whether a value is one number everywhere."""
     row = row_of(node) if node.op == "call_function" else None
     return row is not None and row.role is Role.CREATE and getattr(node.target, "overloadpacket", None) is not ARANGE
 
@@ -158,7 +158,7 @@ def _unread_rows(model: PreparedModel) -> set[int]:
 
 
 def _depends_on_inputs(value: object) -> bool:
-    """Whether a value is computed from inputs."""
+    """Says whether a value is computed from inputs."""
     ahead, seen = [value], set[object]()
     while ahead:
         node = ahead.pop()

@@ -82,7 +82,7 @@ class PatternMatcher:
                 yield match
 
     def _match_all(self, todo: tuple[Pair, ...], match: SpellingMatch, form: NormalForm) -> bool:
-        """Whether all pairs match and complete a valid match. Extends ``match``; leaves it unchanged if not."""
+        """Says whether all pairs match and complete a valid match. Extends ``match``; leaves it unchanged if not."""
         if not todo:
             return _has_one_set_of_axes(match) and inner_ops(match, form) is not None
         (pattern, value, elementwise), *others = todo
@@ -137,7 +137,7 @@ def inner_ops(match: SpellingMatch, form: NormalForm) -> list[fx.Node] | None:
 
 
 def _takes(name: str, value: Value, form: NormalForm) -> bool:
-    """Whether a placeholder called ``name`` matches ``value``."""
+    """Says whether a placeholder called ``name`` matches ``value``."""
     if name in NUMBERS or not isinstance(value, fx.Node):
         return name in NUMBERS and not isinstance(value, fx.Node)
     return is_float(value) and (name in TABLES or (value in form.static) == (name in PARAMETERS))

@@ -86,7 +86,7 @@ def _factors(draft: Draft, node: fx.Node, row: OpRow) -> tuple[_Factor, _Factor]
 
 
 def _factor(draft: Draft, port: Port) -> _Factor | None:
-    """What is read at ``port``; ``None`` unless it has codes of at most 8 bits and a calibrated range."""
+    """Returns what is read at ``port``; ``None`` unless it has codes of at most 8 bits and a calibrated range."""
     edge = edge_site(port)
     if edge in draft.edges:
         node, site, decided = port.value, edge, draft.edges[edge]

@@ -52,7 +52,7 @@ class _Moved:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether the value is [..., heads, tokens, width]."""
+        """Says whether the value is [..., heads, tokens, width]."""
         rank = self.node.meta["val"].ndim
         return (self.heads, self.tokens, self.width) == (rank - 3, rank - 2, rank - 1)
 
@@ -114,7 +114,7 @@ def _parts(flow: Flow, operand: Operand) -> Iterator[tuple[Port, list[_Moved]]]:
 
 
 def _way(flow: Flow, value: fx.Node, tokens: int | None, width: int | None) -> list[_Moved]:
-    """What a value was on its way, first what computes it."""
+    """Returns what a value was on its way, first what computes it."""
     way = [_Moved(value, tokens, width)]
     while (source := flow.carried(way[0].node)) is not None:
         moved = way[0]
@@ -133,7 +133,7 @@ def _axis_before(flow: Flow, moved: fx.Node, source: fx.Node, axis: int | None) 
 
 
 def _holds_a_cache(flow: Flow, node: fx.Node) -> bool:
-    """Whether an op merges what a model takes with new keys or values."""
+    """Says whether an op merges what a model takes with new keys or values."""
     row = flow.row(node)
     return row is not None and row.role is Role.MERGE and any(
         is_input(flow.root(port.value)) for port in flow.data_ports(node))
@@ -187,14 +187,14 @@ def _setting(setting: KvCache, moved: _Moved) -> TensorSetting:
 
 
 def _lacks_axes(flow: Flow, setting: KvCache, decided: TensorSetting, root: _Moved, moved: _Moved) -> bool:
-    """Whether there is no axis that scales are asked for."""
+    """Says whether there is no axis that scales are asked for."""
     rank = moved.node.meta["val"].ndim
     return (decided.granularity == "per_token" and moved.width != rank - 1) or (
         setting.granularity == "per_head" and decided.axis is None and not _has_one_head(flow, root))
 
 
 def _has_one_head(flow: Flow, root: _Moved) -> bool:
-    """Whether keys or values are computed as [batch, tokens, width], not of what had an axis more, as of heads."""
+    """Says whether keys or values are computed as [batch, tokens, width], not of what had an axis more, as of heads."""
     node: fx.Node | None = root.node
     if root.node.meta["val"].ndim != 3 or None in (root.tokens, root.width):
         return False
@@ -227,6 +227,6 @@ def _place(draft: Draft, way: Sequence[_Moved], ports: Set[tuple[fx.Node, int]])
 
 
 def _is_read_as_cache(draft: Draft, node: fx.Node, ports: Set[tuple[fx.Node, int]]) -> bool:
-    """Whether attention, as keys or values, and caches are all that reads a value."""
+    """Says whether attention, as keys or values, and caches are all that reads a value."""
     return all((port.user, port.index) in ports or is_result(port) or reads_shape_only(port.user)
                for port in draft.flow.readers(node))

@@ -62,7 +62,7 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
 
 
 def _profile(draft: Draft, part: Matchable) -> tuple[Profile, str]:
-    """How the values in a part of a composite are quantized, and why."""
+    """Says how the values in a part of a composite are quantized, and why."""
     profile, said_by = draft.rules.inside(part)
     missing = _without_kernel(draft, part) if profile == "dynamic" else None
     if missing is not None:
@@ -110,7 +110,7 @@ def _plan_products(inner: Draft, reason: str) -> None:
 
 
 def _excluded_reader(draft: Draft, node: fx.Node) -> str | None:
-    """Why the values that a composite returns stay in float: an excluded module reads one (rule 14)."""
+    """Says why the values that a composite returns stay in float: an excluded module reads one (rule 14)."""
     values = [node, *(user for user in node.users if maker(user) is node)]
     return next((reason for value in values if (reason := draft.excluded_reader(value))), None)
 

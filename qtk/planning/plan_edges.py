@@ -82,7 +82,7 @@ def _summed_axis(draft: Draft, port: Port) -> int | None:
 
 
 def _has_remainder(value: fx.Node, axis: int, setting: TensorSetting) -> bool:
-    """Whether a value is left in float, as ``remainder`` says, for blocks do not divide its axis."""
+    """Says whether a value is left in float, as ``remainder`` says, for blocks do not divide its axis."""
     blocks, length = BLOCK_FORMATS.get(setting.dtype or ""), value.meta["val"].shape[axis]
     size = setting.block_size or (1 if blocks is None else blocks.length)
     return setting.remainder == "float" and not is_free(length) and length % size != 0
@@ -98,7 +98,7 @@ def _plan_held(draft: Draft, node: fx.Node) -> None:
 
 
 def _is_quantized_inside(draft: Draft, node: fx.Node) -> bool:
-    """Whether a recurrent net computes with codes inside, so that it reads codes whatever it is fed as."""
+    """Says whether a recurrent net computes with codes inside, so that it reads codes whatever it is fed as."""
     return any(inner.profile not in ("float", "dynamic") for inner in draft.nested.get(node, ()))
 
 

@@ -79,7 +79,7 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
 
 
 def _multiplies_floats(draft: Draft, port: Port) -> bool:
-    """Whether a weight belongs to a layer of a recurrent net that computes in float."""
+    """Says whether a weight belongs to a layer of a recurrent net that computes in float."""
     inside, weights = draft.nested.get(port.user, ()), port.user.args[port.arg]
     if port.item is None or not inside or not isinstance(weights, (list, tuple)):
         return False
@@ -182,7 +182,7 @@ def _wanted(
 
 
 def _is_product(draft: Draft, port: Port) -> bool:
-    """Whether the op is a matrix product, to which more than two axes are a stack of matrices: experts, heads."""
+    """Says whether the op is a matrix product, to which more than two axes are a stack of matrices: experts, heads."""
     row = draft.flow.row(port.user)
     return row is not None and "matmul" in row.names
 

@@ -58,7 +58,7 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
 
 
 def _stays_float(draft: Draft, node: fx.Node) -> str | None:
-    """Why no configuration can quantize the value, ``None`` if one can."""
+    """Says why no configuration can quantize the value, ``None`` if one can."""
     if reason := exclusion(node):
         return reason
     if is_empty(node):
@@ -78,7 +78,7 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
 
 
 def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
-    """Whether a composite returns values that the last graph inside it has quantized (rule 10)."""
+    """Says whether a composite returns values that the last graph inside it has quantized (rule 10)."""
     if op not in draft.nested:
         return False
     last = draft.nested[op][-1]

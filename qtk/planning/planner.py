@@ -95,7 +95,7 @@ def plan(
     weight_bits: Width,
     activation_bits: Width,
     scheme: str,
-    gone: Mapping[Site, str] = MappingProxyType({}),
+    removed_sites: Mapping[Site, str] = MappingProxyType({}),
 ) -> QuantPlan:
     """Decides every site of a prepared model.
 
@@ -105,7 +105,7 @@ def plan(
         weight_bits: as for ``QuantSim``; likewise ``activation_bits`` and ``scheme``.
         activation_bits: likewise.
         scheme: likewise.
-        gone: the values that transforms removed from the model, each with the reason.
+        removed_sites: the values that transforms removed from the model, each with the reason.
 
     Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule, or ``kv_cache``, has no effect, or if nothing would be
@@ -160,10 +160,10 @@ def plan(
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
-    found_where({Fact.REQUIRED_RULES}, rules.facts, lambda: check_rules(drafts, rules, gone), None)
+    found_where({Fact.REQUIRED_RULES}, rules.facts, lambda: check_rules(drafts, rules, removed_sites), None)
     warn_of_weights_in_float(drafts)
     _warn_of_tied_weights(drafts)
-    return QuantPlan(sites, {**unquantized, **gone})
+    return QuantPlan(sites, {**unquantized, **removed_sites})
 
 
 def _follows_nothing(sites: Mapping[Site, SitePlan]) -> dict[Site, str]:
@@ -195,7 +195,7 @@ def _refuse_other_numbers(draft: Draft) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PlanningPass:
     """One pass of the planner.
 
     Args:
@@ -220,14 +220,14 @@ def _plan_caches(draft: Draft) -> None:
 
 
 PASSES = (
-    Pass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
-    Pass(plan_values),
-    Pass(plan_parameters),
-    Pass(_plan_caches, frozenset({Fact.KV_CACHE})),
-    Pass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
-    Pass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.BLOCKS, Fact.STREAMS, Fact.EXCLUSIONS})),
-    Pass(plan_biases, frozenset({Fact.INT32_BIASES})),
-    Pass(explain_unread_parameters),
+    PlanningPass(lambda draft: plan_composites(draft, run_passes), frozenset({Trait.COMPOSITES})),
+    PlanningPass(plan_values),
+    PlanningPass(plan_parameters),
+    PlanningPass(_plan_caches, frozenset({Fact.KV_CACHE})),
+    PlanningPass(share_merges, frozenset({Role.MERGE, PAD_WITH_VALUE.kind})),
+    PlanningPass(plan_edges, frozenset({Fact.SET_INPUTS, Fact.BLOCKS, Fact.STREAMS, Fact.EXCLUSIONS})),
+    PlanningPass(plan_biases, frozenset({Fact.INT32_BIASES})),
+    PlanningPass(explain_unread_parameters),
 )
 """In the order that their docs require."""
 

@@ -18,7 +18,7 @@ from qtk.errors import ConfigError
 from qtk.graph.flow import maker
 from qtk.graph.sites import COMPOSITE, Port, edge_site, exclusion, label, ports, value_site
 from qtk.planning.decision import Decision
-from qtk.planning.draft import Draft, Request, TensorRole, agrees
+from qtk.planning.draft import Draft, RuleRequest, TensorRole, agrees
 from qtk.planning.rules import Matchable, Rules, acts_from_members, matches, wanted
 from qtk.registry import did_you_mean
 
@@ -28,13 +28,13 @@ SHOWN = 3
 """Reasons that are listed for each rule."""
 
 
-def check_rules(drafts: Sequence[Draft], rules: Rules, gone: Mapping[Site, str]) -> None:
+def check_rules(drafts: Sequence[Draft], rules: Rules, removed_sites: Mapping[Site, str]) -> None:
     """Checks that every rule that is not optional decides something.
 
     Args:
         drafts: of all graphs of the model, finished.
         rules: their rules.
-        gone: the values that transforms removed from the graphs, each with the reason.
+        removed_sites: the values that transforms removed from the graphs, each with the reason.
 
     Raises: ConfigError listing the rules that decide nothing, each with what overrules it.
     """
@@ -46,7 +46,7 @@ def check_rules(drafts: Sequence[Draft], rules: Rules, gone: Mapping[Site, str])
     }
     ops = [(draft, draft.matchable(node)) for draft in every for node in draft.graph.nodes if _is_op(node)]
     problems = [
-        problem for index, rule in required for problem in _problems(index, rule, ops, rules, effects, gone)
+        problem for index, rule in required for problem in _problems(index, rule, ops, rules, effects, removed_sites)
     ]
     if problems:
         count = f"{len(problems)} rules have no effect" if len(problems) > 1 else "a rule has no effect"
@@ -61,7 +61,7 @@ def _with_nested(draft: Draft) -> Iterator[Draft]:
             yield from _with_nested(inner)
 
 
-def _is_met(draft: Draft, request: Request) -> bool:
+def _is_met(draft: Draft, request: RuleRequest) -> bool:
     plan = draft.planned(request.keys)
     if plan is None or request.plan is None:
         return plan is None and request.plan is None
@@ -70,9 +70,9 @@ def _is_met(draft: Draft, request: Request) -> bool:
 
 def _problems(
     index: int, rule: Rule, ops: Sequence[tuple[Draft, Matchable]], rules: Rules,
-    effects: set[tuple[int, TensorRole]], gone: Mapping[Site, str],
+    effects: set[tuple[int, TensorRole]], removed_sites: Mapping[Site, str],
 ) -> Iterator[str]:
-    """What is wrong with one rule: its conditions, or each of its settings that decides nothing."""
+    """Returns what is wrong with one rule: its conditions, or each of its settings that decides nothing."""
     if rule.inside is not None:
         ops = [*ops, *((draft, part) for draft, op in ops if op.node in draft.nested for part in draft.parts(op.node))]
     if rule.weight is not None or rule.bias is not None:
@@ -84,7 +84,7 @@ def _problems(
     unknown = [glob for glob in rule.match.path if not any(fnmatchcase(path, glob) for path in paths)]
     if unknown or not matched:
         yield f"{conditions}: " + "; ".join(
-            [_unknown_path(glob, paths, gone) for glob in unknown] or [_no_op(rule, [op for _, op in ops])]
+            [_unknown_path(glob, paths, removed_sites) for glob in unknown] or [_no_op(rule, [op for _, op in ops])]
         )
         return
     for role in ROLES:
@@ -102,7 +102,7 @@ def _is_op(node: fx.Node) -> bool:
 
 
 def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tuple[Draft, Matchable]]) -> bool:
-    """Whether the caller's width of ``None`` leaves what a rule sets in float, whatever rules say.
+    """Says whether the caller's width of ``None`` leaves what a rule sets in float, whatever rules say.
 
     An int32 bias has the scale of weight times input, so that it needs both.
     """
@@ -114,8 +114,8 @@ def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tupl
     return rules.weight.is_final if role == "weight" else rules.activation.is_final
 
 
-def _unknown_path(glob: str, paths: set[str], gone: Mapping[Site, str]) -> str:
-    reason = next((why for site, why in gone.items() if fnmatchcase(site.owner, glob)), None)
+def _unknown_path(glob: str, paths: set[str], removed_sites: Mapping[Site, str]) -> str:
+    reason = next((why for site, why in removed_sites.items() if fnmatchcase(site.owner, glob)), None)
     if reason is not None:
         return f"no op has the path {glob}: {reason}"
     if any(fnmatchcase(path, f"{glob}.*") for path in paths):
@@ -138,7 +138,7 @@ def _no_op(rule: Rule, ops: Sequence[Matchable]) -> str:
 
 
 def _overruled(draft: Draft, op: Matchable, role: TensorRole, index: int) -> Iterator[str]:
-    """Why the ``role`` setting of a rule decides nothing at an op that it matches."""
+    """Says why the ``role`` setting of a rule decides nothing at an op that it matches."""
     node = op.node
     if reason := exclusion(node):
         yield f"{_name(node)} is {reason}"
@@ -209,7 +209,7 @@ def _later(site: Site, decision: Decision, index: int) -> str:
 
 
 def _outcome(draft: Draft, value: fx.Node, port: Port | None) -> str:
-    """What became of a tensor."""
+    """Returns what became of a tensor."""
     site = value_site(value)
     plan = draft.planned(((edge_site(port),) if port is not None else ()) + (value,))
     if plan is not None and plan.leader is not None:

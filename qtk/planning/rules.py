@@ -132,7 +132,7 @@ class Rules:
 
     @cached_property
     def facts(self) -> frozenset[object]:
-        """What the configuration asks for, of ``Fact``."""
+        """Returns what the configuration asks for, of ``Fact``."""
         asks = {
             Fact.SET_INPUTS: any(rule.input is not None for rule in self.config.rules),
             Fact.BLOCKS: any(isinstance(each, TensorSetting) and each.in_blocks for each in (
@@ -150,7 +150,7 @@ class Rules:
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is quantized where no rule says otherwise."""
+        """Says whether anything is quantized where no rule says otherwise."""
         return self.weight.enabled or self.activation.enabled
 
     def decisions(
@@ -184,7 +184,7 @@ class Rules:
         return OpDecisions(weight, bias, incoming, outgoing, stream)
 
     def inside(self, composite: Matchable) -> tuple[Profile, str]:
-        """How the values inside a composite, or a part of it, are quantized, and the rule that says so."""
+        """Says how the values inside a composite, or a part of it, are quantized, and the rule that says so."""
         profile, reason = DEFAULT, "defaults"
         for index, rule in enumerate(self.config.rules):
             if rule.inside is not None and matches(rule, composite):
@@ -193,7 +193,7 @@ class Rules:
 
 
 def matches(rule: Rule, op: Matchable) -> bool:
-    """Whether an op meets all conditions of a rule."""
+    """Says whether an op meets all conditions of a rule."""
     return (
         (not rule.match.feeds or not op.feeds.isdisjoint(rule.match.feeds))
         and (not rule.match.op or any(name in rule.match.op for name in op.names))
@@ -217,7 +217,7 @@ def wanted(rule: Rule) -> str:
 
 
 def acts_from_members(rule: Rule) -> bool:
-    """Whether a rule on a member of a supergroup acts on the output of the supergroup."""
+    """Says whether a rule on a member of a supergroup acts on the output of the supergroup."""
     says_width = rule.output in ("float", "quantized") or (
         isinstance(rule.output, TensorSetting) and rule.output.names_width
     )

@@ -39,12 +39,12 @@ def share_merges(draft: Draft) -> None:
 
 
 def _merges(row: OpRow) -> bool:
-    """Whether an op puts values beside others: a merge, or padding with a number other than 0."""
+    """Says whether an op puts values beside others: a merge, or padding with a number other than 0."""
     return row.role is Role.MERGE or row is PAD_WITH_VALUE
 
 
 def _stays_float(draft: Draft, merge: fx.Node, row: OpRow) -> str | None:
-    """Why a merge that no rule speaks of is better left in float, ``None`` if it is not."""
+    """Says why a merge that no rule speaks of is better left in float, ``None`` if it is not."""
     readers = list(draft.flow.readers(merge))
     is_asked_for = bool(draft.decisions(maker(merge)).output.rules)
     if draft.io is None or is_asked_for or any(_needs_codes(draft, port) for port in readers):

@@ -65,7 +65,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, s
 
 
 def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> bool:
-    """Whether a value has scales along an axis, and is returned with that at another place."""
+    """Says whether a value has scales along an axis, and is returned with that at another place."""
     granularity = decided.spec.granularity
     return isinstance(granularity, PerChannel) and (
         Flow(graph.graph).axis_at_root(returned, granularity.axis) != granularity.axis)

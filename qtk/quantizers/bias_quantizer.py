@@ -43,7 +43,7 @@ class BiasQuantizer(Quantizer):
 
     @property
     def ready(self) -> bool:
-        """Whether input and weight have encodings."""
+        """Says whether input and weight have encodings."""
         return all(factor.scale is not None for factor in self.factors)
 
     def encoding_of(self, scale: Tensor | None, zero_point: Tensor | None) -> Encoding | None:

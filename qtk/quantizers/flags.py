@@ -13,7 +13,7 @@ FLAGS = ("frozen", "rewrote_weight", "momentum", "gradient_scale")
 
 
 def flags_to_tensors(flags: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of ``flags``; flags at their defaults are left out.
+    """Returns what a checkpoint holds of ``flags``; flags at their defaults are left out.
 
     >>> flags_to_tensors({"frozen": True, "momentum": None, "gradient_scale": GradientScale.NONE}, "fc.")
     {'fc.frozen': tensor(True), 'fc.gradient_scale': tensor(1)}

@@ -53,20 +53,20 @@ def send_to_host(scale: Tensor) -> Arrival:
     return arrived
 
 
-class LateLook:
+class DeferredRangeCheck:
     """Looks at a scale every ``EVERY`` calls, and reads what it saw in a later call; copies start anew."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._arrival: Arrival | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> LateLook:
-        return LateLook()
+    def __deepcopy__(self, memo: dict[int, object]) -> DeferredRangeCheck:
+        return DeferredRangeCheck()
 
-    def __reduce__(self) -> tuple[type[LateLook], tuple[()]]:
-        return LateLook, ()
+    def __reduce__(self) -> tuple[type[DeferredRangeCheck], tuple[()]]:
+        return DeferredRangeCheck, ()
 
-    def look(self, site: str, scale: Tensor) -> None:
+    def check(self, site: str, scale: Tensor) -> None:
         """Raises: EncodingError if a scale that was seen in an earlier call was not positive and finite."""
         seen = None if self._arrival is None else self._arrival()
         if seen is not None:

@@ -53,7 +53,7 @@ class KeptTensor:
 
     @property
     def is_there(self) -> bool:
-        """Whether ``load`` can return it: nobody has deleted its file."""
+        """Says whether ``load`` can return it: nobody has deleted its file."""
         return self._path is None or os.path.exists(self._path)
 
     def load(self) -> Tensor:
@@ -101,5 +101,5 @@ class Original:
 
     @property
     def is_there(self) -> bool:
-        """Whether its tensors can be loaded."""
+        """Says whether its tensors can be loaded."""
         return all(kept is None or kept.is_there for kept in (self.weight, self.bias))

@@ -13,7 +13,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
-from qtk.nn.second_run import refuse_second_run
+from qtk.nn.recomputation_guard import refuse_recomputation
 from qtk.nn.tap import Tap
 from qtk.numerics.effective import SMALLEST_SCALE, effective_zero_point
 from qtk.numerics.tracking import tracked_range
@@ -24,7 +24,7 @@ from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.ops.statistics import min_max
 from qtk.public import public
 from qtk.quantizers.flags import flags_to_tensors, pop_flags
-from qtk.quantizers.lost_range import LateLook, ends, refuse_lost_range
+from qtk.quantizers.lost_range import DeferredRangeCheck, ends, refuse_lost_range
 from qtk.quantizers.original import Original
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting, is_traced
@@ -38,11 +38,11 @@ class Mode(enum.Enum):
     SIMULATE = "simulate"
 
 
-SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
+READ_ONLY = ("spec", "site", "cache", "static", "weight_cache", "factors")
 """Attributes of a quantizer that its constructor sets for good."""
 
-ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
-          "held", "momentum", "rewrote_weight", "original", "training", "forward")
+WRITABLE = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
+          "range_gradients_off", "momentum", "rewrote_weight", "original", "training", "forward")
 """Attributes that may be set at any time; libraries wrap ``forward``."""
 
 
@@ -61,9 +61,9 @@ class Quantizer(Tap):
 
     Setting ``frozen`` makes a learned range a fixed one. ``rewrote_weight`` is whether a layer-wise method has changed
     the parameter that it quantizes; ``original`` is what it was before, if kept. ``momentum`` is the weight of each new
-    tensor in a range that follows its tensors while the model trains; ``None``: it does not. While ``held``, a learned
-    range has gradients of 0. What a schedule sets for a time, ``held`` and the momentum of what is not static, is not
-    in the ``state_dict``, nor is ``original``.
+    tensor in a range that follows its tensors while the model trains; ``None``: it does not. With
+    ``range_gradients_off`` a learned range has gradients of 0. Not in the ``state_dict``: ``range_gradients_off``, the
+    momentum of activation ranges, ``original``.
 
     Args:
         spec: how to quantize.
@@ -96,7 +96,7 @@ class Quantizer(Tap):
         self.static = static or cache
         self.gradient_scale = GradientScale.LSQ
         self.momentum: float | None = None
-        self.held = False
+        self.range_gradients_off = False
         self._listener = Listener[Observer](site)
         self.weight_cache = WeightCache()
         self._clear()
@@ -129,7 +129,7 @@ class Quantizer(Tap):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: EncodingError for an attribute that nothing would read, a changed spec, or a mode that is no Mode."""
-        if not name.startswith("_") and (name in self.__dict__ if name in SETTLED else name not in ACTING):
+        if not name.startswith("_") and (name in self.__dict__ if name in READ_ONLY else name not in WRITABLE):
             raise EncodingError(
                 f"{self.__dict__.get('site', 'a quantizer')}: setting {name!r} would have no effect; its format is "
                 "decided when the simulation is made: QuantSim(…, weight_bits=…, activation_bits=…), or a rule of the "
@@ -197,7 +197,7 @@ class Quantizer(Tap):
         self._keep(encoding)
 
     def _keep(self, encoding: Encoding) -> None:
-        self._late_look = LateLook()
+        self._range_check = DeferredRangeCheck()
         device, zero_point = encoding.scale.device if self.scale is None else self.scale.device, encoding.zero_point
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could never be trained
             self.scale = encoding.scale.detach().to(device, copy=True)
@@ -269,7 +269,7 @@ class Quantizer(Tap):
         if not self._learns:
             return scale, zero_point
         exporting = is_exporting()  # an exported program is not trained
-        factor = 1.0 if exporting else 0.0 if self.held else self.gradient_scale.factor(
+        factor = 1.0 if exporting else 0.0 if self.range_gradients_off else self.gradient_scale.factor(
             x.shape, scale.numel(), float(self.spec.qmax), static=self.static
         )
         return self._learned(scale, zero_point, factor)
@@ -277,11 +277,11 @@ class Quantizer(Tap):
     def _tracked(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The range after it has followed ``x``, as the buffers are then. Raises: as ``refuse_second_run``."""
+        """The range after it has followed ``x``, as the buffers are then. Raises: as ``refuse_recomputation``."""
         if not x.numel():
             return scale, zero_point
         if momentum < 1.0 and not torch.compiler.is_compiling():
-            refuse_second_run(f"the range of {self.site} has moved")
+            refuse_recomputation(f"the range of {self.site} has moved")
         with torch.no_grad():
             extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
             low, high = (extreme.reshape(scale.shape) for extreme in extremes)
@@ -301,17 +301,17 @@ class Quantizer(Tap):
         assert scale_factor is not None
         scale = scale * scale_gradient(scale_factor, factor)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_traced():
-            self._look_at(scale.detach())
+            self._check_range(scale.detach())
         if zero_point is not None and shift is not None:
             zero_point = zero_point + float(self.spec.qmax - self.spec.qmin) * scale_gradient(shift, factor)
         return scale, zero_point
 
-    def _look_at(self, scale: Tensor) -> None:
+    def _check_range(self, scale: Tensor) -> None:
         """Raises: EncodingError if a scale is, or on an accelerator was some steps ago, not positive and finite."""
         if scale.device.type == "cpu":
             refuse_lost_range(self.site, *ends(scale))
         elif scale.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._late_look.look(self.site, scale)
+            self._range_check.check(self.site, scale)
 
     def _make_parameters(self) -> None:
         assert self.scale is not None
@@ -326,7 +326,7 @@ class Quantizer(Tap):
             self.register_buffer(name, None)
         for name in ("scale_factor", "zero_point_shift"):
             self.register_parameter(name, None)
-        self._learns, self._late_look = False, LateLook()
+        self._learns, self._range_check = False, DeferredRangeCheck()
 
     def refuse_if_frozen(self) -> None:
         """Raises: EncodingError if frozen."""
@@ -391,7 +391,7 @@ class Quantizer(Tap):
                 stored[prefix + "scale_factor"] = torch.ones_like(scale)
                 if zero_point is not None:
                     stored[prefix + "zero_point_shift"] = torch.zeros_like(scale)
-        flags, self._late_look = pop_flags(stored, prefix), LateLook()
+        flags, self._range_check = pop_flags(stored, prefix), DeferredRangeCheck()
         super()._load_from_state_dict(
             stored, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -18,7 +18,7 @@ class Trial:
         sqnr_db: SQNR of the outputs against the float model's, on data that calibration did not see; ``None`` if the
             trial failed.
         drop: by how much the metric is below float's; ``None`` if it was not measured. Of scores per sample, the mean
-            over those that the search sees.
+            over the samples that the search sees.
         kept: whether later trials build on it.
         reason: why it was not kept; ``None`` if it was.
         size_bytes: of the parameters, as they are stored; ``None`` if the trial failed.
@@ -70,7 +70,7 @@ class Account:
 
     @property
     def reached(self) -> bool:
-        """Whether the drop that was asked for is met: with the confidence, where scores per sample give bounds."""
+        """Says whether the drop that was asked for is met: with the confidence, where scores per sample give bounds."""
         best = self.best
         drop = None if best is None else best.drop if self.confidence is None else best.bound
         return drop is not None and drop <= self.max_drop

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qtk.errors import ExportError, first_line
 from qtk.report.table import Column, Table
-from qtk.report.verdict import NOTHING, Level, Run
+from qtk.report.verdict import NOTHING, FileRun, Level
 
 FORMAT, VERSION = "qtk.certificate", 1
 
@@ -62,8 +62,8 @@ class CertifiedRun:
     refusal: str | None = None
 
     @classmethod
-    def of(cls, file: str, run: Run, level: Level) -> CertifiedRun:
-        """What a certificate says of a run."""
+    def of(cls, file: str, run: FileRun, level: Level) -> CertifiedRun:
+        """Returns what a certificate says of a run."""
         total, nodes, first = run.total, run.nodes, run.first_departure
         return cls(
             file, run.way, run.runtime, level.value, run.top1,
@@ -133,7 +133,7 @@ class Certificate:
         return Table(f"against {self.reference}", columns, rows)
 
     def changes(self, now: Certificate) -> tuple[list[str], list[str]]:
-        """What is worse now than this certificate says, and what is only other: a sentence each.
+        """Returns what is worse now than this certificate says, and what is only other: a sentence each.
 
         >>> before = Certificate("ONNX", "a", {"m.onnx": "1"}, {"torch": "2.14"}, {}, (), (), {})
         >>> now = Certificate("ONNX", "a", {"m.onnx": "2"}, {"torch": "2.15"}, {}, (), (), {})
@@ -156,7 +156,7 @@ class Certificate:
         return worse, other
 
     def changed_files(self, files: Mapping[str, str]) -> list[str]:
-        """What is not as certified of ``files``, name → SHA-256: a sentence each."""
+        """Returns what is not as certified of ``files``, name → SHA-256: a sentence each."""
         missing = [f"{name} is missing" for name in self.files if name not in files]
         changed = [f"{name} has other bytes than were certified" for name, digest in self.files.items()
                    if files.get(name, digest) != digest]

@@ -54,7 +54,7 @@ rounding edges, which differ by a step after float sums in another order, and wh
 
 
 def is_close(difference: Difference, tolerance_db: float = HIGH_SQNR_DB) -> bool:
-    """Whether values are within one step nearly everywhere, or have a high SQNR.
+    """Says whether values are within one step nearly everywhere, or have a high SQNR.
 
     Args:
         difference: of the values from the simulation's.

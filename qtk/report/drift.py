@@ -42,7 +42,7 @@ class Drift:
 
     @property
     def verdict(self) -> str:
-        """Whether the error is bounded, in words."""
+        """Says whether the error is bounded, in words."""
         return (f"{'bounded' if self.is_bounded else 'grows'}: {self.growth_db:+.1f} dB over {len(self.sqnr_db):,} "
                 "steps")
 

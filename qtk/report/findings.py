@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtk.report.difference import HIGH_SQNR_DB, WITHIN_ONE_STEP, Difference, is_close
-from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Finding, Level, Run
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, FileRun, Finding, Level
 
 EXACT_SQNR_DB, MOST_ON_EDGES = 60.0, 0.1
 """SQNR of an op that is given the simulation's values, or else the share of its codes that may be others, by a step.
@@ -67,16 +67,16 @@ def saturation_remedy(*, opens: bool) -> str:
             "time nor stacks of matrices")
 
 
-def agrees(run: Run, tolerance_db: float = HIGH_SQNR_DB) -> bool:
-    """Whether a run computes what was simulated, all outputs together, as ``is_close`` says.
+def agrees(run: FileRun, tolerance_db: float = HIGH_SQNR_DB) -> bool:
+    """Says whether a run computes what was simulated, all outputs together, as ``is_close`` says.
 
-    >>> agrees(Run(OFF, "a runtime that refuses the file"))
+    >>> agrees(FileRun(OFF, "a runtime that refuses the file"))
     False
     """
     return run.total is not None and is_close(run.total, tolerance_db)
 
 
-def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, ...]:
+def judge(runs: Sequence[FileRun], circumstances: Circumstances) -> tuple[Finding, ...]:
     """Everything that is wrong or worth knowing, the most serious first."""
     by_way = {run.way: run for run in runs}
     findings = [*_unoptimized(by_way[OFF], circumstances), *_optimized(by_way, circumstances)]
@@ -91,12 +91,12 @@ def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, .
     return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
 
 
-def judge_alone(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, ...]:
-    """What is wrong with the runs of a runtime that has no other way to run its files exactly, red first.
+def judge_alone(runs: Sequence[FileRun], circumstances: Circumstances) -> tuple[Finding, ...]:
+    """Returns what is wrong with the runs of a runtime that has no other way to run its files exactly, red first.
 
     The first way is how the runtime comes; what another way gets wrong is yellow.
 
-    >>> judge_alone([Run("LiteRT", "LiteRT 2.3", refusal="no kernel")], Circumstances())[0].cause
+    >>> judge_alone([FileRun("LiteRT", "LiteRT 2.3", refusal="no kernel")], Circumstances())[0].cause
     'LiteRT 2.3 refuses the file: no kernel'
     """
     findings: list[Finding] = []
@@ -123,7 +123,7 @@ def judge_alone(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Find
 
 
 def departs(op: Difference) -> bool:
-    """Whether an op that was given the reference values of its inputs, optimizations off, computes another result.
+    """Says whether an op that was given the reference values of its inputs, optimizations off, computes another result.
 
     >>> edges = Difference("y", elements=9999, differing=0.001, beyond_one_step=0.0, max_difference=1, max_steps=1,
     ...                    sqnr_db=30.0, other_codes=0.001)
@@ -139,7 +139,7 @@ def departs(op: Difference) -> bool:
 
 
 def is_changed(op: Difference) -> bool:
-    """Whether optimizations change what an op computes that was given the reference values of its inputs.
+    """Says whether optimizations change what an op computes that was given the reference values of its inputs.
 
     >>> moved = Difference("y", elements=9999, differing=0.017, beyond_one_step=0.0, max_difference=1, max_steps=1,
     ...                    sqnr_db=30.0, other_codes=0.017)
@@ -151,7 +151,7 @@ def is_changed(op: Difference) -> bool:
     return op.other_codes > MOST_CHANGED and not _are_too_few(op, op.other_codes)
 
 
-def _unoptimized(off: Run, circumstances: Circumstances) -> list[Finding]:
+def _unoptimized(off: FileRun, circumstances: Circumstances) -> list[Finding]:
     if agrees(off):
         return []
     explained = agrees(off, circumstances.tolerance_db)
@@ -173,7 +173,7 @@ def _not_simulated(where: str) -> Finding:
     )
 
 
-def _amplified(run: Run, circumstances: Circumstances, *, explained: bool, is_right: bool) -> Finding:
+def _amplified(run: FileRun, circumstances: Circumstances, *, explained: bool, is_right: bool) -> Finding:
     assert run.total is not None
     reasons = []
     if is_right:
@@ -188,7 +188,7 @@ def _amplified(run: Run, circumstances: Circumstances, *, explained: bool, is_ri
     )
 
 
-def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Finding]:
+def _optimized(runs: dict[str, FileRun], circumstances: Circumstances) -> list[Finding]:
     off, on, exact = runs[OFF], runs[ON], runs[EXACT]
     remedy = saturation_remedy(opens=exact.refusal is None)
     level = Level.RED if circumstances.runtime == "onnxruntime" else Level.YELLOW
@@ -222,7 +222,7 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
     return []
 
 
-def _openvino(run: Run, circumstances: Circumstances) -> list[Finding]:
+def _openvino(run: FileRun, circumstances: Circumstances) -> list[Finding]:
     level = Level.RED if circumstances.runtime == "openvino" else Level.YELLOW
     if run.total is None:
         return [Finding(level, f"OpenVINO refuses the file: {run.refusal}", "use config='openvino'")]
@@ -235,7 +235,7 @@ def _openvino(run: Run, circumstances: Circumstances) -> list[Finding]:
 
 
 def _are_too_few(difference: Difference, share: float | None) -> bool:
-    """Whether one or two values alone, a few steps off, are the ``share`` that is too large."""
+    """Says whether one or two values alone, a few steps off, are the ``share`` that is too large."""
     steps = difference.max_steps
     return share is not None and steps is not None and (
         share * difference.elements <= MOST_STRAY and steps <= STRAY_STEPS)
@@ -246,7 +246,7 @@ def _too_few(total: Difference) -> Finding:
                    "verify it on more data")
 
 
-def _slower(run: Run) -> list[Finding]:
+def _slower(run: FileRun) -> list[Finding]:
     latency, reference = run.latency_ms, run.float_latency_ms
     if run.way == EXACT or latency is None or reference is None or latency < reference:
         return []
@@ -256,7 +256,7 @@ def _slower(run: Run) -> list[Finding]:
     return [Finding(Level.YELLOW, f"{run.runtime}: {latency:.3g} ms, {latency / reference:.2f} × float", remedy)]
 
 
-def _is_worse(run: Run, than: Run, by_db: float = WORSE_DB) -> bool:
+def _is_worse(run: FileRun, than: FileRun, by_db: float = WORSE_DB) -> bool:
     """Says whether a run has more values beyond one step than another, or lost its high SQNR, by 1 dB at least."""
     if run.total is None or than.total is None:
         return False
@@ -273,6 +273,6 @@ def _departure(wrong: Sequence[Difference], circumstances: Circumstances) -> str
     return f": given the values of {circumstances.reference}, {first.name} departs ({how}){more}"
 
 
-def _first(run: Run) -> str:
+def _first(run: FileRun) -> str:
     departure = next((site for site in run.sites if site.max_steps is not None and site.max_steps > 1.5), None)
     return "" if departure is None else f"; the first tensor off by more than one step is {departure.name}"

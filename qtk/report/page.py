@@ -15,7 +15,7 @@ from qtk.report.data_report import DataReport
 from qtk.report.drift import Drift
 from qtk.report.sensitivities import Sensitivities
 from qtk.report.site_errors import SiteError, SiteErrors
-from qtk.report.svg import Histogram, channels_svg, curve_svg, histogram_svg
+from qtk.report.svg import HistogramChart, channels_svg, curve_svg, histogram_svg
 
 GOOD_DB, BAD_DB = 40.0, 10.0
 """Own SQNR from which a site is coloured as good, and below which it is coloured as bad."""
@@ -59,7 +59,7 @@ class Contents:
     headline: Mapping[str, str]
     plan: QuantPlan
     errors: SiteErrors
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    histograms: Mapping[str, HistogramChart] = field(default_factory=dict)
     weights: Mapping[str, ChannelRanges] = field(default_factory=dict)
     sensitivities: Sensitivities | None = None
     drift: Drift | None = None

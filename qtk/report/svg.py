@@ -10,7 +10,7 @@ WIDTH, HEIGHT = 300, 84
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram:
+class HistogramChart:
     """How often values occur, and the range that is quantized.
 
     Args:
@@ -26,10 +26,10 @@ class Histogram:
     range: tuple[float, float] | None
 
 
-def histogram_svg(histogram: Histogram) -> str:
+def histogram_svg(histogram: HistogramChart) -> str:
     """Bars on a logarithmic scale; what lies outside of the range is marked, and the range is a line below.
 
-    >>> svg = histogram_svg(Histogram(-1.0, 1.0, (1, 10, 0, 2), (-0.5, 0.5)))
+    >>> svg = histogram_svg(HistogramChart(-1.0, 1.0, (1, 10, 0, 2), (-0.5, 0.5)))
     >>> svg.count("<rect"), svg.count('class="clipped"')
     (3, 2)
     """

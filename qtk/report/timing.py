@@ -68,7 +68,7 @@ class OpTime:
 
     @property
     def lost_ms(self) -> float:
-        """How much slower it is than in float; all its time where float has no such op."""
+        """Says how much slower it is than in float; all its time where float has no such op."""
         return self.time_ms - (self.float_ms or 0.0)
 
     def to_json(self) -> dict[str, object]:

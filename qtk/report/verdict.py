@@ -45,7 +45,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Run:
+class FileRun:
     """A file in one runtime, compared with the simulation.
 
     Args:
@@ -135,7 +135,7 @@ class Verdict:
 
     path: Path
     reference: str
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
     findings: tuple[Finding, ...]
     size_bytes: int
     float_size_bytes: int | None = None
@@ -149,16 +149,16 @@ class Verdict:
         return next((level for level in (Level.RED, Level.YELLOW) if level in levels), Level.GREEN)
 
     @property
-    def exact(self) -> Run:
+    def exact(self) -> FileRun:
         """ONNX Runtime without graph optimizations: each operator computes what ONNX defines."""
         return self.run(OFF)
 
     @property
-    def optimized(self) -> Run:
+    def optimized(self) -> FileRun:
         """ONNX Runtime as it comes, with its default optimizations."""
         return self.run(ON)
 
-    def run(self, way: str) -> Run:
+    def run(self, way: str) -> FileRun:
         """The run of this way. Raises: KeyError if there is none."""
         found = {run.way: run for run in self.runs}
         return found[way]
@@ -238,7 +238,7 @@ class Verdict:
         return Table(title, columns, rows)
 
 
-def _accuracy(run: Run) -> str:
+def _accuracy(run: FileRun) -> str:
     assert run.total is not None
     parts = [] if run.top1 is None else [f"{_share(run.top1)} of top-1 equal"]
     if run.total.beyond_one_step is not None:
@@ -246,7 +246,7 @@ def _accuracy(run: Run) -> str:
     return ", ".join([*parts, f"SQNR {_decibels(run.total.sqnr_db)} dB"])
 
 
-def _cells(run: Run) -> tuple[str, ...]:
+def _cells(run: FileRun) -> tuple[str, ...]:
     if run.total is None:
         return ("refused", *[NOTHING] * 8)
     nodes = run.nodes

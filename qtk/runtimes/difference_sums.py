@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.numerics.error import decibels
 from qtk.report.difference import Difference
 
@@ -30,7 +30,7 @@ class DifferenceSums:
         self.elements = self.differing = self.in_steps = self.beyond = self.other_codes = 0
         self.signal = self.noise = self.max_difference = self.max_steps = 0.0
 
-    def add(self, reference: Reference, theirs: Tensor) -> None:
+    def add(self, reference: SimulatedValue, theirs: Tensor) -> None:
         """Adds what counts of one batch. Shape: ``theirs`` as ``reference.value``."""
         ours, theirs, step = reference.value.detach().cpu(), theirs.detach().cpu(), reference.step
         if reference.counted is not None:

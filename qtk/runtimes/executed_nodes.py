@@ -41,7 +41,7 @@ MOVING = frozenset((
     "Scan", "SequenceConstruct", "SequenceAt", "ConcatFromSequence", "SplitToSequence", "Trilu", "NhwcMaxPool",
     "MemcpyFromHost", "MemcpyToHost", "ArgMax", "ArgMin", "TopK", "Upsample", "ReverseSequence", "Compress",
 ))
-"""Kinds that move, choose or convert values, and those around bodies, whose nodes are counted themselves."""
+"""Kinds that move, choose or convert values, or hold bodies, whose nodes are counted themselves."""
 
 PASSED = (*FOLLOWED, "Cast", "Max")
 """Kinds between a DequantizeLinear and a product that do not keep it in float, and Max of one input, which is there for
@@ -168,7 +168,7 @@ class _ExportedFile(ExportedNames):
         return f"no integer kernel for {original.op_type} of {' × '.join(dtypes)}"
 
     def _input_reason(self, name: str, op: str | None) -> str | None:
-        """Why an input is in float; ``None`` if it is quantized."""
+        """Says why an input is in float; ``None`` if it is quantized."""
         if self._source(name):
             return None
         name = self._moved(name)
@@ -196,7 +196,7 @@ class _ExportedFile(ExportedNames):
         return next((kind for kind in kinds if kind not in PASSED), None) if is_computed else None
 
     def _output_reason(self, node: onnx.NodeProto, op: str | None) -> str | None:
-        """Why the output is in float; ``None`` if it is quantized, or an activation behind it is."""
+        """Says why the output is in float; ``None`` if it is quantized, or an activation behind it is."""
         name = node.output[0]
         for _ in range(3):  # a rectifier or a clip may stand before QuantizeLinear
             reader = self.readers.get(name)
@@ -232,7 +232,7 @@ class _ExportedFile(ExportedNames):
 
 
 def _moves(node: onnx.NodeProto) -> bool:
-    """Whether a node moves or converts values; Max of one input returns it."""
+    """Says whether a node moves or converts values; Max of one input returns it."""
     return node.op_type in MOVING or (node.op_type == "Max" and len(node.input) == 1)
 
 

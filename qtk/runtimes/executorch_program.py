@@ -124,12 +124,12 @@ def _kind(node: fx.Node) -> str:
 
 
 def is_layer(node: fx.Node) -> bool:
-    """Whether a node of ExecuTorch's edge dialect is a convolution or a matrix product."""
+    """Says whether a node of ExecuTorch's edge dialect is a convolution or a matrix product."""
     return any(f"aten.{kind}.default" in str(node.target) for kind in LAYERS)
 
 
 def is_integer(node: fx.Node) -> bool:
-    """Whether XNNPACK gets a layer as dequantize → layer → (rectifier) → quantize."""
+    """Says whether XNNPACK gets a layer as dequantize → layer → (rectifier) → quantize."""
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and any(f"aten.{kind}.default" in str(reader.target) for kind in ("relu", "hardtanh")):
         reader = next(iter(reader.users)) if len(reader.users) == 1 else None

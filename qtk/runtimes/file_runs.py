@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.report.findings import agrees
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.report.timing import OpTime, Timing, slowest
-from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, FileRun
 from qtk.runtimes.executed_nodes import computing_kinds, executed_nodes
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.op_runs import op_differences
@@ -82,7 +82,7 @@ class FileRuns:
             (site.site, site.step): values[site.name] for site in self.off.sites
         }
 
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:
         """Runs the file in every way, and adds up the differences from the reference values.
 
         Raises: ExportError if the file has other inputs or outputs, or does not run with the optimizations off.
@@ -102,12 +102,12 @@ class FileRuns:
                 else:
                     way.add(self.outputs, outputs, sites, values)
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[FileRun, ...]:
         """Every run, compared with what was given so far."""
         return tuple(way.result(self.unseen_sites) for way in self.ways)
 
     def run_ops(
-        self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues
+        self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues
     ) -> None:
         """Runs each op on reference values, in the ways of ONNX Runtime that have no high SQNR, without and with them.
 
@@ -224,7 +224,7 @@ class FileRuns:
         return way
 
 
-def merged_runs(files: Sequence[Runs]) -> tuple[Run, ...]:
+def merged_runs(files: Sequence[Runs]) -> tuple[FileRun, ...]:
     """The runs of several files as if they were one: sums over their outputs, without top-1, which is of one file."""
     merged = []
     for ways in zip(*(file.ways for file in files), strict=True):

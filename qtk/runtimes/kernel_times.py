@@ -15,7 +15,7 @@ from qtk.runtimes.session import profiling_session
 
 
 def computing_ms(file: Path, inputs: Sequence[Tensor], *, turns: int) -> float:
-    """The time of all kernels in one run but those that quantize, and dequantize outputs: the sum of their medians.
+    """The time of all kernels in one run but kernels that quantize, or dequantize outputs: the sum of their medians.
 
     In a larger model an operator before or behind takes these along. What is dequantized inside is what this model
     computes in float.

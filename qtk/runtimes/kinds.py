@@ -17,7 +17,7 @@ from qtk.export import pt2e
 from qtk.export.file_signature import file_stem
 from qtk.registry import Registry
 from qtk.report.findings import Circumstances, judge, judge_alone
-from qtk.report.verdict import Finding, Run
+from qtk.report.verdict import FileRun, Finding
 from qtk.runtimes.runtime_runs import Opener, RuntimeRuns
 from qtk.runtimes.way import Runs
 
@@ -59,7 +59,7 @@ class RuntimeKind:
     open: Callable[[Path, Mapping[str, str], int | None], Runs]
     write_float: FileWriter
     targets: tuple[str, ...] = ()
-    judge: Callable[[Sequence[Run], Circumstances], tuple[Finding, ...]] = judge_alone
+    judge: Callable[[Sequence[FileRun], Circumstances], tuple[Finding, ...]] = judge_alone
     saturating: Callable[[Path], Sequence[str]] = _nothing
 
     @property

@@ -112,7 +112,9 @@ class LiteRtFile:
         self._interpreter.invoke()
 
     def _calls(self, inputs: Mapping[str, Tensor]) -> list[dict[int, np.ndarray[Any, Any]]]:
-        """What each call takes, by index of the tensor: a row of the inputs that have more rows than the file."""
+        """Returns what each call takes, by index of the tensor: a row of the inputs that have more
+        rows than the file.
+        """
         feed = {index: inputs[name].detach().cpu() for name, index in self._inputs.items()}
         axes = {index: _batch_axis(value, self._tensors[index].shape) for index, value in feed.items()}
         calls = max((feed[index].shape[axis] for index, axis in axes.items() if axis is not None), default=1)

@@ -38,10 +38,10 @@ class LoadedFile(Protocol):
         """
 
     def timed(self, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
-        """What runs the file on inputs that the runtime has already taken, for its latency."""
+        """Returns what runs the file on inputs that the runtime has already taken, for its latency."""
 
     def nodes(self) -> RuntimeNodes | None:
-        """What the runtime executes; ``None`` if it does not say."""
+        """Returns what the runtime executes; ``None`` if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

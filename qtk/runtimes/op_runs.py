@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.report.difference import Difference
 from qtk.runtimes.cut_file import given_name, write_cut
@@ -31,8 +31,8 @@ DTYPES = {
 
 
 def op_differences(
-    file: Path, sites: Sequence[SiteOutput], inputs: Mapping[str, Tensor], outputs: Sequence[Reference],
-    values: Mapping[tuple[str, int], Reference], *, optimizations: Optimizations, optimized: Path | None = None,
+    file: Path, sites: Sequence[SiteOutput], inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue],
+    values: Mapping[tuple[str, int], SimulatedValue], *, optimizations: Optimizations, optimized: Path | None = None,
 ) -> tuple[Difference, ...]:
     """The difference of each site and output, computed by ONNX Runtime from the reference values of the sites before.
 
@@ -76,13 +76,13 @@ def op_differences(
     return tuple(each.difference() for each in sums.values())
 
 
-def _value(site: SiteOutput, values: Mapping[tuple[str, int], Reference]) -> Tensor:
+def _value(site: SiteOutput, values: Mapping[tuple[str, int], SimulatedValue]) -> Tensor:
     return values[site.site, site.step].value
 
 
 def _run(
     file: Path, sites: Sequence[SiteOutput], inputs: Mapping[str, Tensor],
-    values: Mapping[tuple[str, int], Reference], optimizations: Optimizations, optimized: Path | None,
+    values: Mapping[tuple[str, int], SimulatedValue], optimizations: Optimizations, optimized: Path | None,
 ) -> dict[str, Tensor]:
     """The outputs of the file, and the values of ``sites`` as the file has them, by name."""
     with tempfile.TemporaryDirectory(prefix="qtk-", ignore_cleanup_errors=True) as folder:

@@ -27,7 +27,7 @@ INTEGERS = ("u8", "i8", "u4", "i4", "i32")
 
 
 def has_openvino() -> bool:
-    """Whether OpenVINO is installed."""
+    """Says whether OpenVINO is installed."""
     return importlib.util.find_spec("openvino") is not None
 
 
@@ -68,7 +68,7 @@ class OpenVinoModel:
         return [torch.from_numpy(results[port].copy()) for port in self.compiled.outputs]
 
     def nodes(self) -> RuntimeNodes:
-        """What it executes, by the precision that each node runs in."""
+        """Returns what it executes, by the precision that each node runs in."""
         integer: Counter[str] = Counter()
         floats = []
         for node in self.compiled.get_runtime_model().get_ordered_ops():

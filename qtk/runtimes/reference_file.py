@@ -38,7 +38,7 @@ class ReferenceFile(Protocol):
 
     @property
     def name(self) -> str:
-        """What computes the reference, in words."""
+        """Returns what computes the reference, in words."""
 
     @property
     def inputs(self) -> Sequence[InputTensor]:

@@ -31,7 +31,7 @@ class Violation:
 
 
 def violations(file: QuantizedFile, runtime: Runtime) -> list[Violation]:
-    """What in ``file`` breaks rules of ``runtime``, rule by rule, of those that ``is_checked`` in its format."""
+    """Returns what in ``file`` breaks rules of ``runtime``, of the rules that ``is_checked`` in its format."""
     return [
         Violation(place, found, rule, runtime.sources[rule.source])
         for rule in runtime.rules if is_checked(rule, file.format) for place, found in _broken(rule, file)
@@ -39,7 +39,7 @@ def violations(file: QuantizedFile, runtime: Runtime) -> list[Violation]:
 
 
 def is_checked(rule: RuntimeRule, file_format: FileFormat) -> bool:
-    """Whether files of a format hold what a rule is about: encodings have neither ops nor codes, ONNX alone an opset.
+    """Says whether files of a format hold what a rule is about: encodings have no ops or codes, ONNX an opset.
 
     >>> from qtk.config.load import load_config
     >>> runtime = load_config("qnn_htp").runtime
@@ -110,7 +110,7 @@ def _neighbour_findings(rule: NeighbourRule, op: FileOp) -> Iterator[str]:
 
 
 def _ends_quantized(op: FileOp, rule: NeighbourRule) -> bool:
-    """Whether quantizers alone read the result, or the result of a single activation that is fused with the op."""
+    """Says whether quantizers alone read the result, or the result of a single activation that is fused with the op."""
     readers = op.readers
     if len(readers) == 1 and isinstance(readers[0], FileOp) and readers[0].is_any_of(rule.fused):
         readers = readers[0].readers

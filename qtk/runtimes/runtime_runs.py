@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError, first_line
 from qtk.report.timing import Timing
-from qtk.report.verdict import Run
+from qtk.report.verdict import FileRun
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.loaded_file import LoadedFile, SiteRows, rows_like
 from qtk.runtimes.way import OTHER_SIMULATION, NoCodes, SiteValues, Way, shapes_of, usable_cpus
@@ -63,7 +63,7 @@ class RuntimeRuns:
         """Frees what the runtime holds."""
         self._loaded = {}
 
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:
         """Runs the file in every way, and adds up the differences from the reference values.
 
         Raises: ExportError if the file has other inputs or outputs, or runs in none of the ways.
@@ -83,13 +83,13 @@ class RuntimeRuns:
         if all(way.refusal is not None for way in self.ways):
             raise ExportError(f"{self.file}: {self.ways[0].runtime} does not run it: {self.ways[0].refusal}")
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[FileRun, ...]:
         """Every run, compared with what was given so far."""
         for way in self.ways:
             way.nodes = None if way.refusal is not None else self._loaded[way.way].nodes()
         return tuple(way.result(self.unseen_sites) for way in self.ways)
 
-    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:
         """Of these runtimes no file is cut at its sites: nothing is known of single ops."""
 
     def measure(
@@ -115,7 +115,7 @@ class RuntimeRuns:
         latencies = median_latencies_ms(runners, turns=turns, progress=progress)
         first.latency_ms, first.float_latency_ms = latencies[first.way], latencies.get(FLOAT)
 
-    def _joined(self, rows: Mapping[str, Tensor], outputs: Sequence[Reference], way: Way) -> dict[str, Tensor]:
+    def _joined(self, rows: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], way: Way) -> dict[str, Tensor]:
         """The values of the calls together, where the outputs are like the references."""
         values = dict(rows)
         for name, reference in zip(self.outputs, outputs, strict=True):

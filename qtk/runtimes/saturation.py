@@ -19,7 +19,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
 from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED
-from qtk.export.onnx.stored_sites import StoredSite, numbers_in, stored_sites
+from qtk.export.onnx.stored_sites import FileSite, numbers_in, stored_sites
 
 SUMS = range(-(2**15), 2**15)
 """What the sum of two products is held in."""
@@ -63,13 +63,13 @@ def largest_pair(codes: Tensor) -> int:
     return max(int(pair.max()) for pair in pairs) if codes[..., 1:].numel() else 0
 
 
-def _saturating_sites(file: str | os.PathLike[str]) -> list[StoredSite]:
+def _saturating_sites(file: str | os.PathLike[str]) -> list[FileSite]:
     sites = {site.node: site for site in stored_sites(file)}
     specs = {node: site.spec for node, site in sites.items()}
     return [site for site in sites.values() if _saturates(site, specs)]
 
 
-def _saturates(site: StoredSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:
+def _saturates(site: FileSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:
     codes = site.node.inputs[0]
     if codes is None or codes.const_value is None or not _is_integer_of_8_bits(site.spec) or not site.spec.dtype.signed:
         return False

@@ -88,7 +88,7 @@ def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tup
 
 
 def bfloat16_remedy(model: nn.Module) -> str | None:
-    """What to do where ONNX Runtime refuses a file because the model has bfloat16 parameters; ``None`` if it has none.
+    """Says what to do if ONNX Runtime refuses a file for its bfloat16 parameters; ``None`` without such.
 
     >>> bfloat16_remedy(nn.Linear(4, 2).bfloat16())
     'ONNX Runtime (seen in 1.32) has few bfloat16 operators on the CPU: simulate and export model.float() instead'
@@ -100,7 +100,7 @@ def bfloat16_remedy(model: nn.Module) -> str | None:
 
 
 def other_float_remedy(model: nn.Module) -> str | None:
-    """What to do where ONNX Runtime refuses a file with bfloat16 or float64 parameters; ``None`` if there are none."""
+    """Says what to do if ONNX Runtime refuses a file with bfloat16 or float64 parameters; ``None`` without."""
     if any(parameter.dtype is torch.float64 for parameter in model.parameters()):
         return "ONNX Runtime has few float64 operators on the CPU: simulate and export model.float() instead"
     return bfloat16_remedy(model)
@@ -173,7 +173,7 @@ def session_with(
 
 
 def opens_in_exact_mode(file: Path) -> bool:
-    """Whether ONNX Runtime opens a file in its exact mode, ``EXACT_MODE``; true where it is not installed."""
+    """Says whether ONNX Runtime opens a file in its exact mode, ``EXACT_MODE``; true where it is not installed."""
     try:
         session_with(file, Optimizations.EXACT)
     except ExportError:
@@ -198,7 +198,7 @@ def profiling_session(
 
 @functools.cache
 def integer_sums_saturate() -> bool:
-    """Whether ONNX Runtime's uint8 × int8 kernels saturate on this CPU; found by running one.
+    """Says whether ONNX Runtime's uint8 × int8 kernels saturate on this CPU; found by running one.
 
     x86 without VNNI adds products in pairs in int16: 2 · 255 · 127 = 64,770 becomes 32,767.
     """

@@ -44,5 +44,5 @@ class StateCodes:
         }
 
     def reals(self, output: str, value: Tensor) -> Tensor:
-        """What the file returns as an output, in float."""
+        """Returns what the file returns as an output, in float."""
         return self._codes[output].reals(value) if output in self._codes else value

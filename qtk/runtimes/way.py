@@ -10,16 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.numerics.top1 import Top1
 from qtk.report.difference import Difference
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.report.timing import OpTime, Timing
-from qtk.report.verdict import Run
+from qtk.report.verdict import FileRun
 from qtk.runtimes.difference_sums import DifferenceSums
 
-SiteValues = Mapping[tuple[str, int], Reference]
+SiteValues = Mapping[tuple[str, int], SimulatedValue]
 """Site and ordinal of its node in the file → value."""
 
 Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -35,7 +35,7 @@ class Codes(Protocol):
         """Inputs by name, as the file takes them, of float ones."""
 
     def reals(self, output: str, value: Tensor) -> Tensor:
-        """What the file returns as an output, in float."""
+        """Returns what the file returns as an output, in float."""
 
 
 class NoCodes:
@@ -90,7 +90,7 @@ class Way:
         self.float_latency_ms: float | None = None
 
     def values(self, feed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What it computes, by name. Raises: ExportError if it does not run."""
+        """Returns what it computes, by name. Raises: ExportError if it does not run."""
         values, stored = dict[str, Tensor](), self.codes.stored(feed)
         for run in reversed(self.runners):
             try:
@@ -100,7 +100,7 @@ class Way:
         return values
 
     def add(
-        self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
+        self, names: Sequence[str], outputs: Sequence[SimulatedValue], sites: SiteValues, values: Mapping[str, Tensor]
     ) -> None:
         for index, (name, reference) in enumerate(zip(names, outputs, strict=True)):
             ours, theirs = reference.value, self.codes.reals(name, values[name])
@@ -117,9 +117,9 @@ class Way:
                 if value is not None:
                     self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, value)
 
-    def result(self, unseen_sites: int) -> Run:
+    def result(self, unseen_sites: int) -> FileRun:
         total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
-        return Run(
+        return FileRun(
             self.way, self.runtime, total, self.top1.share,
             tuple(sums.difference() for sums in self.output_sums.values()),
             tuple(sums.difference() for sums in self.site_sums.values()),
@@ -133,7 +133,7 @@ class Runs(Protocol):
 
     @property
     def timing(self) -> Timing | None:
-        """What the latencies are of; ``None`` if they were not measured."""
+        """Returns what the latencies are of; ``None`` if they were not measured."""
 
     @property
     def ways(self) -> Sequence[Way]:
@@ -147,13 +147,13 @@ class Runs(Protocol):
     def unseen_sites(self) -> int:
         """The number of sites whose values no way returns, because they are in the bodies of loops."""
 
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:
         """Runs the file in every way, and adds up the differences from the reference values."""
 
-    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
+    def run_ops(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:
         """Runs each op on reference values, where the runtime can."""
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[FileRun, ...]:
         """Every run, compared with what was given so far."""
 
     def measure(self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool,
@@ -164,7 +164,7 @@ class Runs(Protocol):
         """Frees what the runs hold."""
 
 
-def _scores(values: Tensor, reference: Reference) -> Tensor:
+def _scores(values: Tensor, reference: SimulatedValue) -> Tensor:
     """The rows along the last axis in which an element counts, without the elements that do not."""
     values = values.cpu()
     if reference.counted is None:

@@ -150,7 +150,7 @@ def _taken(
 
 
 def _why_not(quantizer: Quantizer) -> str | None:
-    """Why the range of a site cannot be trained; ``None`` if it can."""
+    """Says why the range of a site cannot be trained; ``None`` if it can."""
     if quantizer.spec.dynamic:
         return "is quantized dynamically"
     if quantizer.frozen:

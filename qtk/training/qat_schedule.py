@@ -84,7 +84,7 @@ class QatSchedule:
         for quantizer in self._observed:
             quantizer.momentum = MOMENTUM if self.steps < self._observe_until else None
         for quantizer in self._learned:
-            quantizer.held = self._learn_from is not None and self.steps < self._learn_from
+            quantizer.range_gradients_off = self._learn_from is not None and self.steps < self._learn_from
         freeze_batch_norms(self._model, self._freeze_at is not None and self.steps >= self._freeze_at)
 
     def state_dict(self) -> dict[str, int]:

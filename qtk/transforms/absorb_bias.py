@@ -23,7 +23,7 @@ from qtk.operators.op_row import Product
 from qtk.operators.targets import attribute, schema_arguments
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import GraphEditor
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group
 from qtk.transforms.steps import ScaleParameter, State, steps_of
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
@@ -165,8 +165,8 @@ def _is_padded(node: fx.Node) -> bool:
 
 
 def _reads(model: nn.Module) -> Counter[str]:
-    """How often ops read each parameter."""
-    members, counts = Members(model), Counter[str]()
+    """Says how often ops read each parameter."""
+    members, counts = NamedTensors(model), Counter[str]()
     for graph in graphs(model).values():
         for node in graph.graph.find_nodes(op="get_attr"):
             tensor = attribute(graph, str(node.target))

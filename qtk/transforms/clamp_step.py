@@ -17,7 +17,7 @@ from qtk.graph.sites import join, value_site
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.operators.targets import attribute, called_module
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.steps import State
 
 
@@ -79,7 +79,7 @@ class ScaleClamp:
             node.graph.erase_node(node)
 
 
-def clamp_steps(scales: ChannelScales, factors: Tensor, members: Members) -> Iterator[ScaleClamp]:
+def clamp_steps(scales: ChannelScales, factors: Tensor, members: NamedTensors) -> Iterator[ScaleClamp]:
     """The steps for every clamp that scaled channels pass through, one for each site.
 
     Args:
@@ -123,7 +123,7 @@ def _read(graph: CapturedGraph, name: str, like: fx.Node, new: Tensor) -> fx.Nod
     return node
 
 
-def _names(clamp: ClampedValue, members: Members) -> tuple[str | None, str | None]:
+def _names(clamp: ClampedValue, members: NamedTensors) -> tuple[str | None, str | None]:
     """Names of the buffers of the lower and the upper bounds; ``None`` where there is no bound."""
     if isinstance(called_module(clamp.node), ChannelClamp):
         _, lower, upper = (*clamp.node.args, None)[:3]
@@ -136,11 +136,11 @@ def _names(clamp: ClampedValue, members: Members) -> tuple[str | None, str | Non
     )
 
 
-def _name(graph: CapturedGraph, node: object, members: Members) -> str | None:
+def _name(graph: CapturedGraph, node: object, members: NamedTensors) -> str | None:
     return members.name(attribute(graph, str(node.target))) if isinstance(node, fx.Node) else None
 
 
-def _free(name: str, members: Members) -> str:
+def _free(name: str, members: NamedTensors) -> str:
     while name in members:
         name += "_bound"
     return name

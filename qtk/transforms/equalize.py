@@ -21,7 +21,7 @@ from qtk.operators.lookup import row_of
 from qtk.transforms.absorb_bias import Statistics, absorbable_biases, folded_statistics
 from qtk.transforms.clamp_step import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.steps import ScaleParameter, Step
@@ -86,7 +86,7 @@ def _groups(model: PreparedModel, scales: ChannelScales) -> Iterator[Group]:
         channels.append(torch.arange(total, total + len(members)))
         number[members] = channels[-1]
         total += len(members)
-    tensors = Members(model).tensors()
+    tensors = NamedTensors(model).tensors()
     layers = [_magnitudes(tensors[connection.weight], connection, number) for connection in connections]
     result = equalize(layers, channels)
     for between, members in classes.items():
@@ -102,7 +102,7 @@ def _groups(model: PreparedModel, scales: ChannelScales) -> Iterator[Group]:
         by_variable[members] = factors
         changed = scales.parameter_factors(by_variable)
         steps: list[Step] = [ScaleParameter(name, factor) for name, factor in changed.items()]
-        steps += clamp_steps(scales, by_variable, Members(model))
+        steps += clamp_steps(scales, by_variable, NamedTensors(model))
         detail = f"{len(members)} channels, largest ratio of two ranges {before:.3g} → {after:.3g}"
         sites = sites_of_values(scales.scaled_values(by_variable)) | sites_of_parameters(model, changed)
         yield Group(str(between), tuple(steps), detail, tuple(sorted(sites, key=str)))

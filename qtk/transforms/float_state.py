@@ -11,7 +11,7 @@ from qtk.errors import EncodingError
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.simulation import Simulation
 from qtk.registry import did_you_mean
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.steps import State, steps_of
 
 LISTED = 10
@@ -40,7 +40,7 @@ def load_float_state(simulation: Simulation, state: Mapping[str, Tensor]) -> Non
         if quantizer.frozen:
             raise EncodingError(f"the encoding of {site} is frozen, and belongs to the weights it has now; "
                                 "run sim.unfreeze() first")
-    members = Members(simulation.model)
+    members = NamedTensors(simulation.model)
     names = {key: name for key, tensor in simulation.model.state_dict(keep_vars=True).items()
              if (name := members.name(tensor)) is not None and QUANTIZERS not in key.split(".")}
     rewritten: State = {names.get(key, key): tensor.detach() for key, tensor in state.items()}

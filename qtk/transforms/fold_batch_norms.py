@@ -23,7 +23,7 @@ from qtk.graph.graphs import graphs
 from qtk.operators.targets import attribute
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.snapshot import unchanged_on_error
@@ -61,7 +61,7 @@ def folded_sites(model: PreparedModel) -> dict[Site, str]:
 
 def unread(model: PreparedModel, steps: Sequence[FoldBatchNorm]) -> tuple[str, ...]:
     """Names of the parameters and statistics of folded batch norms that no graph reads any more."""
-    members = Members(model)
+    members = NamedTensors(model)
     names = dict.fromkeys(name for step in steps for name in step.tensors if name in members)
     read = {
         members.name(attribute(graph, str(node.target)))

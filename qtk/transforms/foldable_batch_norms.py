@@ -19,7 +19,7 @@ from qtk.operators.targets import attribute, batch_norm_called, schema_arguments
 from qtk.torch_private import length_hint
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import beside, weight_parameter
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group
 
 
@@ -67,7 +67,7 @@ def foldable_batch_norms(model: nn.Module) -> list[Group]:
 
 class _Finder:
     def __init__(self, model: nn.Module) -> None:
-        self._members = Members(model)
+        self._members = NamedTensors(model)
         self._uses: dict[str, list[fx.Node]] = {}
         self._calls: list[_Call] = []
         for graph in graphs(model).values():
@@ -270,7 +270,7 @@ def _axis_at(flow: Flow, value: fx.Node, root: fx.Node, axis: int) -> int | None
     return axis
 
 
-def _held_outside(model: nn.Module, members: Members) -> set[str]:
+def _held_outside(model: nn.Module, members: NamedTensors) -> set[str]:
     """Names of the tensors that modules outside of all captured graphs hold."""
     inside = {id(module) for graph in graphs(model).values() for module in graph.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]

@@ -13,7 +13,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.sites import join, value_site
 from qtk.operators.lookup import row_of
 from qtk.operators.targets import attribute
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 
 
 class GraphEditor:
@@ -27,7 +27,7 @@ class GraphEditor:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.members = Members(model)
+        self.members = NamedTensors(model)
         self._changed: dict[int, CapturedGraph] = {}
         self._by_site: dict[Site, list[tuple[CapturedGraph, fx.Node]]] = {}
         self._by_weight: dict[str, list[tuple[CapturedGraph, fx.Node]]] = {}

@@ -121,7 +121,7 @@ class InputStatistics:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are ranges and samples."""
+        """Says whether there are ranges and samples."""
         return self._ranges.low is not None and bool(self.samples)
 
     @property
@@ -147,7 +147,7 @@ class InputStatistics:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the samples are of data that the range has not seen."""
+        """Says whether the samples are of data that the range has not seen."""
         return bool(self._held_out.tensors) or self._first_rest.low is not None
 
 

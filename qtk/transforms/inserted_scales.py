@@ -18,7 +18,7 @@ from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
 from qtk.operators.targets import attribute
 from qtk.transforms.channel_scale_step import InsertChannelScale
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.steps import ScaleParameter, Step
 
 LEAST_WORK = 32
@@ -32,7 +32,7 @@ def reason_against(
     model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], decided: SitePlan | None,
     work: float, flow: Flow,
 ) -> str | None:
-    """Why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be.
+    """Says why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be.
 
     Args:
         model: the model.
@@ -75,7 +75,7 @@ def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: 
     owner = (label(first.node, OWNER) or "").partition("@")[0]
     with contextlib.suppress(AttributeError):  # the layer may be a function called in a place that is no module
         owner = paths[id(model.get_submodule(owner))]
-    name, ordinal, members = join(owner, SCALE), 0, Members(model)
+    name, ordinal, members = join(owner, SCALE), 0, NamedTensors(model)
     while name in members:
         ordinal += 1
         name = join(owner, f"{SCALE}_{ordinal}")
@@ -93,7 +93,7 @@ def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: 
 
 
 def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[fx.Node]) -> bool:
-    """Whether the graphs of ``model`` read ``tensor`` only in the ops ``layers``."""
+    """Says whether the graphs of ``model`` read ``tensor`` only in the ops ``layers``."""
     for graph in graphs(model).values():
         reads = [node for node in graph.graph.find_nodes(op="get_attr") if attribute(graph, str(node.target)) is tensor]
         flow = Flow(graph.graph) if reads else None

@@ -29,7 +29,7 @@ from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites, unre
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.graph_editor import beside
 from qtk.transforms.keep_batch_norm_step import FoldKeptBatchNorm, KeepBatchNorm, movement_behind
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.transforms.snapshot import Snapshot, unchanged_on_error
@@ -113,7 +113,7 @@ def as_folded(model: PreparedModel) -> Iterator[dict[Site, str]]:
 
 
 def is_kept(model: nn.Module) -> bool:
-    """Whether a batch norm of the model is kept."""
+    """Says whether a batch norm of the model is kept."""
     return any(kept_batch_norm_called(node) is not None for graph in graphs(model).values()
                for node in graph.graph.nodes)
 
@@ -141,7 +141,7 @@ def _fold(model: PreparedModel) -> list[FoldKeptBatchNorm]:
         for graph in graphs(model).values() for node in graph.graph.nodes
         if (module := kept_batch_norm_called(node)) is not None
     }
-    members = Members(model)
+    members = NamedTensors(model)
 
     def fold(step: KeepBatchNorm) -> FoldKeptBatchNorm:
         like = members.tensor(step.mean)

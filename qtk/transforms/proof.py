@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from qtk.calls.calls import Call
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.core.site import Site
-from qtk.transforms.reference import Reference
+from qtk.transforms.reference import OriginalOutputs
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.transforms.snapshot import Snapshot, unchanged_on_error
 from qtk.transforms.steps import Step, make
@@ -52,7 +52,7 @@ def rewrite(
     """
     with unchanged_on_error(model):
         proposed = [group for group in groups if group.steps]
-        tried = _tried(model, Reference(model, call), proposed, 0.0) if proposed else _Tried((), {}, 0.0)
+        tried = _tried(model, OriginalOutputs(model, call), proposed, 0.0) if proposed else _Tried((), {}, 0.0)
     results = []
     for group in groups:
         if group in tried.undone:
@@ -77,7 +77,7 @@ class _Tried:
     difference: float
 
 
-def _tried(model: PreparedModel, reference: Reference, groups: Sequence[Group], before: float) -> _Tried:
+def _tried(model: PreparedModel, reference: OriginalOutputs, groups: Sequence[Group], before: float) -> _Tried:
     """Makes the steps of the groups that keep the outputs; ``before``: how far they have moved already."""
     if not groups:
         return _Tried((), {}, before)

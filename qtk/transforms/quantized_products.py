@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from qtk.algorithms.smooth_quant import Product, SmoothedInput, SmoothedSite
+from qtk.algorithms.smooth_quant import SmoothedInput, SmoothedProduct, SmoothedSite
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.channels.channel_scales import WeightedInput
@@ -21,14 +21,14 @@ from qtk.graph.flow import Flow, ancestors
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.numerics.ranges import choose_range
 from qtk.operators.lookup import row_of
-from qtk.operators.op_row import Product as ProductKind
+from qtk.operators.op_row import Product
 from qtk.operators.targets import attribute
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.transforms.input_statistics import InputStatistics, Sampling
 
 
 def input_plan(item: WeightedInput, flow: Flow, plan: QuantPlan) -> SitePlan | None:
-    """How the plan quantizes the value that a layer reads; ``None``: not at all."""
+    """Says how the plan quantizes the value that a layer reads; ``None``: not at all."""
     for port in ports(item.node):
         if port.value is item.value and edge_site(port) in plan:
             return plan[edge_site(port)]
@@ -36,27 +36,27 @@ def input_plan(item: WeightedInput, flow: Flow, plan: QuantPlan) -> SitePlan | N
 
 
 def sampling(item: WeightedInput, weight: Tensor) -> Sampling:
-    """What of the input of a layer may be left out: rows of a matrix product, samples of a convolution."""
+    """Returns what of the input of a layer may be left out: rows of a matrix product, samples of a convolution."""
     value = item.value.meta["val"]
     row = row_of(item.node)
     assert row is not None
     is_last = item.channel_axis % value.ndim == value.ndim - 1
-    if row.product in (ProductKind.OUT_IN, ProductKind.IN_OUT):
+    if row.product in (Product.OUT_IN, Product.IN_OUT):
         return Sampling.ROWS if is_last and weight.ndim == 2 and row.kind != "baddbmm" else Sampling.WHOLE
     return Sampling.MAPS if value.ndim == weight.ndim else Sampling.WHOLE
 
 
-def multiplications(item: WeightedInput, product: Product, x: Tensor) -> float:
-    """How many multiplications a layer makes for each element of its input ``x``."""
+def multiplications(item: WeightedInput, product: SmoothedProduct, x: Tensor) -> float:
+    """Says how many multiplications a layer makes for each element of its input ``x``."""
     row = row_of(item.node)
     weight = product.weight
-    if row is not None and row.product is ProductKind.CONV:
+    if row is not None and row.product is Product.CONV:
         outputs = product.exact(x, weight).numel()
         return outputs * (weight.numel() // weight.shape[0]) / x.numel()
     return weight.numel() / len(item.variables)
 
 
-def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) -> Product:
+def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) -> SmoothedProduct:
     """The product that ``item`` enters, with the parameter ``weight``."""
     assert item.weight_index is not None
     port, source = next(
@@ -78,11 +78,11 @@ def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) ->
             values[rounded_at] = _min_max_rounded(_evaluated(rounded_at, values), decided.spec)
         return _evaluated(item.node, values)
 
-    return Product(weight.detach(), item.weight_index.to(weight.device), exact, rounded)
+    return SmoothedProduct(weight.detach(), item.weight_index.to(weight.device), exact, rounded)
 
 
 def smoothed_input(
-    items: Sequence[WeightedInput], products: Sequence[Product], decided: SitePlan | None, variable: Tensor,
+    items: Sequence[WeightedInput], products: Sequence[SmoothedProduct], decided: SitePlan | None, variable: Tensor,
     statistics: InputStatistics,
 ) -> SmoothedInput:
     """One value with all layers that read it, ready for measuring errors.

@@ -25,7 +25,7 @@ ROUNDING = 10.0
 ill-conditioned model fall changes from input to input by almost as much."""
 
 
-class Reference:
+class OriginalOutputs:
     """The outputs of a model in eval mode with a fixed seed, and the same in float64 if they are asked for.
 
     Args:

@@ -18,7 +18,7 @@ from qtk.graph.insert import QUANTIZERS, drop_sites, insert, remove
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.keep_batch_norms import is_kept
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.result import TransformResult
 from qtk.transforms.snapshot import unchanged_on_error
 from qtk.transforms.steps import steps_of
@@ -161,7 +161,7 @@ def _same(before: SitePlan, after: SitePlan) -> bool:
 
 
 def _float_tensors(model: PreparedModel) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in Members(model).tensors().items() if QUANTIZERS not in name.split(".")}
+    return {name: tensor for name, tensor in NamedTensors(model).tensors().items() if QUANTIZERS not in name.split(".")}
 
 
 def _changed_parameters(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[Site]:

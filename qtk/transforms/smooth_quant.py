@@ -31,7 +31,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.transforms.input_statistics import InputStatistics, Sampling, TappedValue, gathering
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group
 from qtk.transforms.quantized_products import (
     input_plan,
@@ -105,7 +105,7 @@ class SmoothQuant:
         self._model = model
         self._scales = scales
         self._plan = plan
-        self._members = Members(model)
+        self._members = NamedTensors(model)
         self.values = self._read_values()
         self.scaled_sites = list(self._read_sites())
         self._statistics: dict[ReadValue | ScaledSite, InputStatistics] = {}
@@ -288,7 +288,7 @@ class SmoothQuant:
 
 
 def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStatistics]) -> str | None:
-    """Why a group is not scaled; ``None`` if nothing speaks against it."""
+    """Says why a group is not scaled; ``None`` if nothing speaks against it."""
     for value, each in zip(values, statistics, strict=True):
         if not each.is_complete:
             return f"no data reached {value.name}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qtk.capture.prepared_model import PreparedModel
 from qtk.graph.graphs import meta_of
 from qtk.transforms.graph_editor import GraphEditor
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 
 STEPS = "qtk_steps"
 """Key of a prepared model's ``meta``: the steps made on it, in order."""
@@ -83,7 +83,7 @@ def op_changes(model: nn.Module) -> list[str]:
 
 
 def is_transformed(model: PreparedModel) -> bool:
-    """Whether ``make`` has run on a prepared model, even without a step."""
+    """Says whether ``make`` has run on a prepared model, even without a step."""
     return STEPS in model.meta
 
 
@@ -96,7 +96,7 @@ def make(model: PreparedModel, steps: Sequence[Step]) -> None:
     for step in steps:
         step.edit(editor)
     editor.close()
-    members = Members(model)
+    members = NamedTensors(model)
     before = members.tensors()
     state = dict(before)
     with torch.no_grad():

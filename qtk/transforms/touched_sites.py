@@ -11,7 +11,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.graph.written_buffers import is_input
 from qtk.operators.targets import attribute
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 
 
 def sites_of_values(makers: Iterable[fx.Node]) -> set[Site]:
@@ -28,9 +28,9 @@ def sites_of_parameters(model: nn.Module, names: Collection[str | None]) -> set[
 
     Args:
         model: a prepared model without quantizers.
-        names: of the parameters, as ``Members`` has them.
+        names: of the parameters, as ``NamedTensors`` has them.
     """
-    members = Members(model)
+    members = NamedTensors(model)
     sites: set[Site] = set()
     for graph in graphs(model).values():
         static, derived = set[fx.Node](), set[fx.Node]()

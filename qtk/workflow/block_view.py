@@ -57,7 +57,7 @@ def block_view(
     FSDP, one block at a time: ``for block in view.named_blocks().values(): fully_shard(block)``, then
     ``fully_shard(view)``.
 
-    A block takes the values that enter it by position, float activations first, and returns those that leave it, the
+    A block takes the values that enter it by position, float activations first, and returns values that leave it, the
     float tensor made last in front. The view follows the simulation when that is calibrated or transformed later.
 
     Args:

@@ -12,13 +12,13 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.data.forward_pass import read
 from qtk.errors import ExportError, first_line
 from qtk.public import public
 from qtk.report.certificate import NAME, Certificate, CertifiedRun
 from qtk.report.findings import Circumstances
-from qtk.report.verdict import Finding, Level, Run
+from qtk.report.verdict import FileRun, Finding, Level
 from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.reference_file import (
     LiteRtReference,
@@ -47,7 +47,7 @@ REFERENCES: dict[str, Callable[[Path], ReferenceFile]] = {
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")
 """Instruction sets that decide how integer products are added up."""
 
-Batches = Sequence[tuple[Mapping[str, Tensor], list[Reference], dict[tuple[str, int], Reference]]]
+Batches = Sequence[tuple[Mapping[str, Tensor], list[SimulatedValue], dict[tuple[str, int], SimulatedValue]]]
 """The inputs by name, the outputs and the values of the sites, of each batch."""
 
 
@@ -56,7 +56,7 @@ def certify(
     directory: str | os.PathLike[str], data: Iterable[object] | None = None, *,
     latency: LatencyRequest = USUAL_LATENCY, progress: bool = True,
 ) -> Certificate:
-    """What every installed runtime computes of the files in a directory.
+    """Returns what every installed runtime computes of the files in a directory.
 
     The reference is what one of the files defines: ``model.onnx`` without optimizations, else ``model.pt2`` in torch,
     else ``model.tflite`` by LiteRT's reference kernels. ``sim.verify_export`` compares with the simulation itself.
@@ -126,8 +126,8 @@ def _batches(reference: ReferenceFile, data: Iterable[object] | None) -> Batches
         outputs_of = reference.output_encodings
         steps = outputs_of if len(outputs_of) == len(outputs) else [None] * len(outputs)
         batches.append((inputs, [
-            Reference(value, step_of_encoding(value, step)) for value, step in zip(outputs, steps, strict=True)
-        ], {key: Reference(value, step_of_encoding(value, reference.encodings.get(key[0])))
+            SimulatedValue(value, step_of_encoding(value, step)) for value, step in zip(outputs, steps, strict=True)
+        ], {key: SimulatedValue(value, step_of_encoding(value, reference.encodings.get(key[0])))
             for key, value in sites.items()}))
     return batches
 
@@ -154,7 +154,7 @@ def _certified(
             runs.compare(inputs, outputs, sites)
         if latency.turns:
             runs.measure(batches[0][0], None, turns=latency.turns, progress=False, batch_size=latency.batch_size)
-        results: tuple[Run, ...] = runs.runs()
+        results: tuple[FileRun, ...] = runs.runs()
     except ExportError as error:
         return _refused(file, kind, str(error))
     finally:

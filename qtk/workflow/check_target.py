@@ -187,7 +187,7 @@ def _read_encodings(path: Path) -> QuantizedFile:
 
 
 def _role(name: str, spec: QuantSpec, parameters: Mapping[str, TensorRole] | None) -> TensorRole:
-    """What the file says; of an older one, which does not, what name and spec suggest."""
+    """Returns what the file says; of an older one, which does not, what name and spec suggest."""
     if parameters is not None:
         return parameters.get(name, "activations")
     # A parameter that an op quantizes for itself (a tied embedding) has the name of an edge.

@@ -44,7 +44,7 @@ def compute_encodings(
     >>> pairs = [(batch, 0) for batch in batches]
     >>> sim.compute_encodings(pairs, forward=lambda model, batch: model(batch[0]), progress=False)
 
-    Some sites only, or those whose encoding is missing:
+    Some sites only, or sites whose encoding is missing:
 
     >>> sim.compute_encodings(batches, sites="*:out", num_batches=2, progress=False)
     >>> sim.forget("0.weight")
@@ -94,7 +94,7 @@ def compute_encodings(
 def _agreed(rules: list[Rule], *, runs_again: bool) -> list[Rule]:
     """The rules that the data of any rank ask for, in the order of the ranks.
 
-    Where the data of one run once alone, those that need no other run: what they quantize less needs no range.
+    Where the data of one run once alone, sites that need no other run: what they quantize less needs no range.
     """
     shares = exchanged((rules, runs_again), None) if several_ranks() else [(rules, runs_again)]
     union: list[Rule] = []

@@ -57,7 +57,7 @@ def diff(
     ``qtk.diff(file, file, batches, runtimes=("onnxruntime-off", "onnxruntime-on"))``.
 
     Args:
-        first: the one from which differences are told.
+        first: the model from which differences are told.
         second: the other.
         data: batches; ``None``: outputs are not compared.
         forward: how to run a simulation on a batch.
@@ -151,7 +151,7 @@ def _outputs(
 
 
 def _compared(runs: list[Iterator[object]]) -> OutputDifference:
-    """How far the outputs of the second run are from the outputs of the first."""
+    """Says how far the outputs of the second run are from the outputs of the first."""
     signal = noise = 0.0
     equal = predictions = 0
     for left, right in zip(*runs, strict=True):

@@ -54,7 +54,7 @@ INT8 = dtype("int8")
 
 ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
-"""Directory of the float ONNX files, which have the names of those with QuantizeLinear."""
+"""Directory of the float ONNX files, which have the names of the files with QuantizeLinear."""
 
 GENAI_FOLDER = "genai"
 """Directory of what onnxruntime-genai runs."""

@@ -58,7 +58,7 @@ def export_gguf(
         names: parameter → tensor, where the package gguf does not know it.
         force: replace an existing file.
 
-    Returns: tensor → type, of those that were replaced.
+    Returns: tensor → type, of the tensors that were replaced.
 
     Warns: if a parameter in float has no tensor in the template, and so is not compared.
 
@@ -121,7 +121,7 @@ def _float_state(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
 
 
 def _view(tensor: Tensor) -> tuple[object, ...]:
-    """What tied tensors have in common."""
+    """Returns what tied tensors have in common."""
     return *memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -220,7 +220,7 @@ def _compare_floats(
 
 
 def _is_stored(stored: Tensor, dtype: torch.dtype | None, value: Tensor) -> bool:
-    """Whether ``stored`` is ``value`` but for the rounding of either's dtype, as llama.cpp's converter stores it.
+    """Says whether ``stored`` is ``value`` but for the rounding of either's dtype, as llama.cpp's converter stores it.
 
     That rearranges rows, drops axes of length 1, and stores the norms of Gemma as 1 + w and A_log of Mamba as -exp(w).
     """

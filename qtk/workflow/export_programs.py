@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.export import pt2e as program
@@ -71,7 +71,7 @@ def _warn_of_departures(file: Path, graph: fx.GraphModule, call: Call) -> None:
     runs = kind.open(file, {}, None)
     try:
         runs.compare(file_inputs(graph, call), [
-            Reference(value, step_of(each, value)) for value, each in zip(expected, quantizers, strict=True)], {})
+            SimulatedValue(value, step_of(each, value)) for value, each in zip(expected, quantizers, strict=True)], {})
         first = runs.runs()[0]
     finally:
         runs.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from qtk.analysis.simulated_values import Reference, SimulatedValues
+from qtk.analysis.simulated_values import SimulatedValue, SimulatedValues
 from qtk.calls.calls import Call
 from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_inputs, file_signature, tensor_outputs
@@ -29,7 +29,7 @@ VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs
 
 
 def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
-    """What ONNX Runtime computes otherwise than the simulation, with its optimizations off and on, a line each.
+    """Returns what ONNX Runtime computes otherwise than the simulation, with its optimizations off and on, a line each.
 
     What float rounding explains, or is little beside the quantization error, does not count (``tolerance_db``). Nor
     does what a model amplifies though each op computes what was simulated: with the optimizations on, where it is
@@ -73,7 +73,7 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
 
 
 def _are_near(optimized: list[Difference], amplified: list[Difference]) -> bool:
-    """Whether outputs are about as far from the simulation as without the optimizations, where the model amplifies."""
+    """Says whether outputs are about as far from the simulation as without optimizations (the model amplifies)."""
     return bool(amplified) and all(
         on.sqnr_db >= off.sqnr_db - AMPLIFIED_DB for on, off in zip(optimized, amplified, strict=True))
 
@@ -81,12 +81,12 @@ def _are_near(optimized: list[Difference], amplified: list[Difference]) -> bool:
 def _ops_are_right(
     file: Path, graph: fx.GraphModule, call: Call, inputs: dict[str, Tensor], optimizations: Optimizations
 ) -> bool:
-    """Whether each op of the file, given the simulation's values, computes what was simulated."""
+    """Says whether each op of the file, given the simulation's values, computes what was simulated."""
     optimized = optimizations is Optimizations.ON
     sites = site_outputs(file, codes=optimized)
     simulated = SimulatedValues(graph, {site.site: site.step for site in sites})
     try:
-        outputs = [Reference(value) for value in tensor_outputs(graph, call)]
+        outputs = [SimulatedValue(value) for value in tensor_outputs(graph, call)]
         values = simulated.take()
     finally:
         simulated.close()
@@ -110,9 +110,9 @@ def _differences(
         quantizer = quantizers[index] if len(quantizers) == len(expected) else None
         sums = DifferenceSums(name)
         if ours.shape != theirs.shape:
-            sums.add(Reference(torch.ones(1)), torch.full((1,), torch.nan))
+            sums.add(SimulatedValue(torch.ones(1)), torch.full((1,), torch.nan))
         else:
-            sums.add(Reference(ours, step_of(quantizer, ours)), theirs)
+            sums.add(SimulatedValue(ours, step_of(quantizer, ours)), theirs)
         yield sums.difference()
 
 

@@ -265,7 +265,7 @@ def advice(
 def forecast_lines(
     simulation: Simulation, name: str, methods: Sequence[LayerwiseMethod], batches: int
 ) -> Iterator[str]:
-    """What a run called ``name`` takes, for each ``offload`` of a layer-wise one, and which of them fit."""
+    """Returns what a run called ``name`` takes, for each ``offload`` of a layer-wise one, and which of them fit."""
     rate, free = multiplication_rate(), available_bytes()
     offloads: tuple[Offload, ...] = ("none", "disk") if methods else ("none",)
     for offload in offloads:

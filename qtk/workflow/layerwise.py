@@ -275,7 +275,7 @@ def _best_part(
 
 
 def _start_of(methods: Sequence[LayerwiseMethod]) -> Start:
-    """What a call without ``start`` goes on from."""
+    """Returns what a call without ``start`` goes on from."""
     return "present" if all(each.needs_bias or isinstance(each, Reconstruction) for each in methods) else "float"
 
 

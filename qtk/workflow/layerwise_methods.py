@@ -59,7 +59,7 @@ def apply_seq_mse(
         num_candidates: ranges tried for every scale: ``i / num_candidates`` times the present one.
         refine: try as many once more, around the best.
         joint: for weights quantized in blocks, then block-coordinate descent on the error of the whole output.
-        exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
+        exact: compute the error of every candidate; otherwise estimates pick candidates whose errors are computed.
         loss: ``mse``, ``sqnr`` or ``l1``, see ``qtk.layerwise.seq_mse.SeqMse``.
         sites: weights to improve, by name or glob; ``None``: all.
         forward: how to run the model on a batch, as for ``compute_encodings``.
@@ -223,7 +223,7 @@ def apply_reconstruction(
 
     Args:
         sim: a calibrated ``QuantSim`` of one graph; weights and ranges of activations change, and the ranges that were
-            learned are frozen. Frozen ones, dynamic ones and those with scales in few bits stay what they are.
+            learned are frozen. Frozen ranges, dynamic ranges and ranges with scales in few bits stay as is.
         data: as for ``compute_encodings``; a few hundred samples in several batches: a batch is a step.
         iterations: steps of Adam for each window, and as many with all samples if the result is kept.
         window: blocks that are learned together; of a small net all, of a large one as many as memory takes.

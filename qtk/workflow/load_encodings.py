@@ -31,7 +31,7 @@ from qtk.nn.device import device_of
 from qtk.public import public
 from qtk.registry import did_you_mean
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
+EncodingsSource: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
 """A file, its content as JSON values, or site name → encoding."""
 
 LISTED = 10
@@ -71,13 +71,15 @@ class LoadedEncodings:
         return "\n".join(lines)
 
 
-class Holder(Protocol):
+class HoldsSimulation(Protocol):
     """What holds a simulation that may be replaced, as ``QuantSim``."""
 
     simulation: Simulation
 
 
-def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: bool, freeze: bool) -> LoadedEncodings:
+def load_encodings(
+    holder: HoldsSimulation, source: EncodingsSource, *, strict: bool, partial: bool, freeze: bool
+) -> LoadedEncodings:
     """Loads encodings from a file of ``sim.export``, or from one of AIMET's; all of it, or nothing.
 
     >>> import pathlib, qtk, tempfile
@@ -156,11 +158,11 @@ class _Content:
     masked: Mapping[str, str] = field(default_factory=dict)
     by_tensor: bool = False
 
-    def site_names(self, simulation: Simulation, source: Source) -> tuple[dict[str, str], set[str]]:
+    def site_names(self, simulation: Simulation, source: EncodingsSource) -> tuple[dict[str, str], set[str]]:
         """Name of an entry → name of its site, as far as it is known; and the names of values that were only moved."""
         if not self.by_tensor:
             return {name: name for name in self.entries}, set()
-        beside = _Beside.of(source)
+        beside = _OnnxCompanion.of(source)
         known = {site.name for site in simulation.plan}
         sites = {name: name for name in self.entries if name in known}
         sites |= onnx_names.sites_of(self.entries, known, beside.names)
@@ -179,7 +181,7 @@ def _load(simulation: Simulation, encodings: Mapping[Site, Encoding], *, freeze:
         quantizer.frozen = freeze or frozen
 
 
-def _content(source: Source, where: str) -> _Content:
+def _content(source: EncodingsSource, where: str) -> _Content:
     """Raises: EncodingError if it cannot be read, or is of no known form."""
     if isinstance(source, Mapping) and all(isinstance(each, Encoding) for each in source.values()):
         return _Content({name: each for name, each in source.items() if isinstance(each, Encoding)})
@@ -236,7 +238,7 @@ def _called(name: str, site: Site) -> str:
 
 
 def _unknown(name: str, plan: QuantPlan) -> str:
-    """Why an entry has no site."""
+    """Says why an entry has no site."""
     reason = next((why for site, why in plan.unquantized.items() if site.name == name), None)
     if reason is not None:
         return f"{name} is left in float here ({reason}); plan it, or pass strict=False to ignore it"
@@ -274,7 +276,7 @@ def _sites_read(model: nn.Module) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class _OnnxCompanion:
     """What the ONNX file beside encodings says: the names of its inputs and outputs, and what made its values."""
 
     inputs: tuple[str, ...] = ()
@@ -282,7 +284,7 @@ class _Beside:
     names: Mapping[str, onnx_names.ExportedName] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source) -> _Beside:
+    def of(cls, source: EncodingsSource) -> _OnnxCompanion:
         """Nothing if there is no file, or onnx is not installed. Raises: EncodingError if it is no ONNX file."""
         path = None if isinstance(source, Mapping) else Path(source).with_suffix(".onnx")
         if path is None or not path.is_file():
@@ -302,7 +304,7 @@ class _Beside:
         return cls(inputs, outputs, exported_names(graph))
 
 
-def _inputs_and_outputs(model: nn.Module, beside: _Beside) -> dict[str, str]:
+def _inputs_and_outputs(model: nn.Module, beside: _OnnxCompanion) -> dict[str, str]:
     """Name of an input or output in the ONNX file beside → its site; matched by order."""
     whole, sites = roots(model).get(""), tensor_names(model)
     if whole is None:

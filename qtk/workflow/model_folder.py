@@ -123,7 +123,7 @@ def _refuse_lost(folder: Path, lost: list[str]) -> None:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """What lies beside weights and configs: the files of a tokenizer, chat templates, a licence."""
+    """Returns what lies beside weights and configs: the files of a tokenizer, chat templates, a licence."""
     config = {"config.json", "generation_config.json"}
     return [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in config
             and path.suffix not in (".safetensors", ".bin", ".pt", ".pth") and not _is_index(path)]

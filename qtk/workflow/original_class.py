@@ -76,7 +76,7 @@ def to_original(simulation: Simulation) -> nn.Module:
 
     Where parameters alone are quantized it is the user's class with the simulated values as parameters, tensors of its
     own: save it, run it, train it. Else it is an instance of a class derived from it, whose ``forward`` runs the
-    simulation, and which shares its parameters: all other methods are the user's, such as ``generate``, but for those
+    simulation, and which shares its parameters: all other methods are the user's, such as ``generate``, not methods
     that save: its tensors have other names. ``sim.save`` and ``sim.export`` write it.
 
     Args:
@@ -207,7 +207,7 @@ def _forward(interface: Interface) -> Callable[..., Any]:
 
 
 def _run(model: nn.Module | None, interface: Interface, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a simulation with the arguments that the user's class takes; without those that say nothing."""
+    """Runs a simulation with the arguments that the user's class takes, without arguments that say nothing."""
     assert isinstance(model, PreparedModel)
     signature = interface.signature
     by_position = {} if signature is None or not args else signature.bind_partial(*args).arguments
@@ -225,7 +225,7 @@ def _run(model: nn.Module | None, interface: Interface, args: tuple[Any, ...], k
 
 
 def _says_nothing(name: str, value: object, accepted: Collection[str]) -> bool:
-    """Whether an argument that no graph takes is as if it was left out."""
+    """Says whether an argument that no graph takes is as if it was left out."""
     if name in accepted:
         return value is None
     return value is None or name in FLAGS or (
@@ -271,18 +271,18 @@ def _empty_caches(model: PreparedModel, signature: inspect.Signature | None) -> 
 
 
 def _takes_cache(model: PreparedModel, signature: inspect.Signature | None) -> bool:
-    """Whether a graph takes a filled cache."""
+    """Says whether a graph takes a filled cache."""
     return any(is_cache(value) and _is_filled(value)
                for call in model.examples for value in _arguments(call, signature).values())
 
 
 def _is_filled(cache: object) -> bool:
-    """Whether a cache holds a state of some token."""
+    """Says whether a cache holds a state of some token."""
     return any(isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.numel() for leaf in pytree.tree_leaves(cache))
 
 
 def _has_cache(output: object) -> bool:
-    """Whether an output holds caches."""
+    """Says whether an output holds caches."""
     values = output.values() if isinstance(output, Mapping) else output if type(output) is tuple else ()
     return any(map(is_cache, values))
 

@@ -15,18 +15,18 @@ from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
+from qtk.capture.fallback import Surroundings, capture_graph
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
-from qtk.capture.ladder import Surroundings, capture_graph
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, KIND, REPORT, WRITES, PreparedGraph, PreparedModel
+from qtk.capture.restored import restored
 from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
-from qtk.capture.untouched import untouched
 from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes
-from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
+from qtk.capture.verify_prepared import RunResult, eval_outcome, train_difference
 from qtk.core.needs import found_where
 from qtk.data.labels import without_labels
 from qtk.errors import CaptureError, VerificationError, first_line
@@ -163,9 +163,9 @@ def prepare_own(
     if isinstance(prepared, PreparedGraph) and prepared.variant(*split_inputs(example_inputs)) is not prepared:
         raise CaptureError(
             "example_inputs are of the kind of a variant, and what is planned, calibrated and exported is the first "
-            "graph of the prepared model; pass inputs like those that came first when it was prepared, "
+            "graph of the prepared model; pass inputs like the first example when it was prepared, "
             f"{leaves_text((prepared.examples[0].args, prepared.examples[0].kwargs))}, or prepare the model again with "
-            "these as example_inputs and those in variants"
+            "these as example_inputs, the first example in variants"
         )
     if in_place:
         return prepared
@@ -187,7 +187,7 @@ def _prepared(
     started = time.perf_counter()
     refuse_offloaded(model)
     notes: list[str] = []
-    expected: list[Outcome] = []
+    expected: list[RunResult] = []
     train_only: dict[nn.Module, bool] = {}
     is_meta = writes = False
     for call in calls:
@@ -249,7 +249,7 @@ def _traced(
         raise CaptureError("variants are captured with example_inputs; give both, or both to QuantSim")
     started = time.perf_counter()
     try:
-        with untouched(model):
+        with restored(model):
             traced = fx.symbolic_trace(model)
     except Exception as error:
         raise CaptureError(
@@ -268,7 +268,7 @@ def _captured(
     calls: Sequence[Call],
     dynamic_shapes: DynamicShapes,
     *,
-    expected: Sequence[Outcome],
+    expected: Sequence[RunResult],
     excluded: Collection[set[str]],
     verify: bool,
     train_only: TrainOnly,
@@ -296,8 +296,8 @@ def _captured(
     return captured, captured[0]
 
 
-def _registration(calls: Sequence[Call], expected: Sequence[Outcome]) -> str | None:
-    """What to write so that torch can look into all that the calls take and return; ``None`` if it can."""
+def _registration(calls: Sequence[Call], expected: Sequence[RunResult]) -> str | None:
+    """Returns what to write so that torch can look into all that the calls take and return; ``None`` if it can."""
     from qtk.calls.containers import registration_text
 
     return registration_text([(call.args, call.kwargs, outcome.output)
@@ -305,12 +305,12 @@ def _registration(calls: Sequence[Call], expected: Sequence[Outcome]) -> str | N
 
 
 def _train_difference(
-    model: nn.Module, prepared: PreparedModel, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome,
+    model: nn.Module, prepared: PreparedModel, args: tuple[Any, ...], kwargs: dict[str, Any], expected: RunResult,
     train_only: TrainOnly,
 ) -> tuple[float | None, list[str]]:
     """The difference in train mode, ``None`` if it is too large or unknown, and notes."""
     try:
-        with untouched(model):
+        with restored(model):
             several = with_batch_of_two(model.eval(), args, kwargs) if prepared.report.dynamic else (args, kwargs)
         equal = prepared.report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
         return train_difference(
@@ -324,7 +324,7 @@ def _train_difference(
 
 def _run_once(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Outcome, list[int], TrainOnly]:
+) -> tuple[RunResult, list[int], TrainOnly]:
     """The outcome in eval mode, which inputs the model writes to, and which modules act in train mode only.
 
     Raises: CaptureError if it does not run.
@@ -358,7 +358,7 @@ def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _version(leaf: object) -> int:
-    """How often a tensor was written to; 0 where torch does not count."""
+    """Says how often a tensor was written to; 0 where torch does not count."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 

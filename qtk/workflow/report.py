@@ -31,7 +31,7 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.account import Account
 from qtk.report.data_report import DataReport
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
-from qtk.report.svg import Histogram
+from qtk.report.svg import HistogramChart
 
 T = TypeVar("T")
 
@@ -173,15 +173,15 @@ def _values(
     return values
 
 
-def _histogram(values: Sequence[Tensor], encoding: Encoding | None) -> Histogram:
+def _histogram(values: Sequence[Tensor], encoding: Encoding | None) -> HistogramChart:
     joined = torch.cat([value.flatten() for value in values]) if values else torch.zeros(0)
     finite = joined[joined.isfinite()]
     if not finite.numel():
-        return Histogram(0.0, 1.0, (0,) * BINS, None)
+        return HistogramChart(0.0, 1.0, (0,) * BINS, None)
     lowest, highest = float(finite.min()), float(finite.max())
     counts = torch.histc(finite, BINS, lowest, highest) if highest > lowest else torch.full((1,), finite.numel())
     extent = None if encoding is None else (float(encoding.minimum.min()), float(encoding.maximum.max()))
-    return Histogram(lowest, highest, tuple(int(count) for count in counts), extent)
+    return HistogramChart(lowest, highest, tuple(int(count) for count in counts), extent)
 
 
 def _channels(values: Sequence[Tensor], encoding: Encoding) -> ChannelRanges:
@@ -199,7 +199,7 @@ def _channels(values: Sequence[Tensor], encoding: Encoding) -> ChannelRanges:
 
 
 def _parameter_bytes(simulation: Simulation) -> tuple[int, int]:
-    """Bytes of all parameters, in float and with the codes of those that are quantized, scales left out."""
+    """Bytes of all parameters, in float and with the codes of quantized parameters, scales left out."""
     readers = parameter_readers(simulation.model)
     in_float = quantized = 0
     for parameter in simulation.model.parameters():

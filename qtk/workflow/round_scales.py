@@ -47,7 +47,7 @@ def round_scales(sim: HasSimulation, dtype: torch.dtype | None = None) -> dict[s
         sim: a calibrated simulation; changed.
         dtype: float16, bfloat16 or float32; ``None``: the dtype of each value.
 
-    Returns: site → the largest relative change of its scales, of those that changed.
+    Returns: site → the largest relative change of its scales, of the sites that changed.
 
     Raises: EncodingError for another dtype, or a frozen encoding that would change; NotCalibratedError without
         encodings. Nothing has changed then.

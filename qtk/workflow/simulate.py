@@ -88,9 +88,9 @@ def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> Quan
     """
     folding: AbstractContextManager[dict[Site, str]] = (
         as_folded(prepared) if STEPS in prepared.meta else nullcontext({}))
-    with folding as gone:
+    with folding as removed_sites:
         decided = plan(prepared, config, weight_bits=sim.weight_bits, activation_bits=sim.activation_bits,
-                       scheme=sim.scheme, gone=gone)
+                       scheme=sim.scheme, removed_sites=removed_sites)
     held = contents_of(prepared) | set(prepared.meta)
     return found_where({Trait.WRITES, STATES}, held, lambda: pair_states(decided, prepared), decided)
 

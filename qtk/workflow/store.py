@@ -302,7 +302,7 @@ def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with copies of those that share memory with another; safetensors refuses shared memory."""
+    """The tensors, with a copy of each that shares memory with another; safetensors refuses shared memory."""
     owners: dict[object, str] = {}
     unshared = {}
     for name, tensor in state.items():

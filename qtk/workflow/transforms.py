@@ -23,7 +23,7 @@ class Transform(Protocol):
         self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
         progress: bool = True, valid: Valid | None = None,
     ) -> TransformResult:
-        """Applies it to a simulation; ``data``, ``forward`` and the rest are for those that need data."""
+        """Applies it to a simulation; ``data``, ``forward`` and the rest are for transforms that need data."""
         ...
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qtk.analysis.simulated_values import Reference, SimulatedValues
+from qtk.analysis.simulated_values import SimulatedValue, SimulatedValues
 from qtk.calls.calls import Call
 from qtk.calls.signature import input_names, values_of
 from qtk.core.dtypes import FloatDtype
@@ -180,7 +180,7 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
 
 
 def _circumstances(graph: CapturedGraph, file: Path, kind: RuntimeKind) -> Circumstances:
-    """What the file of a simulated graph is, and where it runs."""
+    """Returns what the file of a simulated graph is, and where it runs."""
     has_minifloats = any(
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
         for module in graph.modules()
@@ -300,10 +300,11 @@ class _Witness:
                 simulated.close()
             self.files.run_ops(self.inputs, self._references(outputs), values)
 
-    def _references(self, outputs: Sequence[Tensor]) -> list[Reference]:
+    def _references(self, outputs: Sequence[Tensor]) -> list[SimulatedValue]:
         if len(outputs) != len(self.quantizers):
-            return [Reference(value) for value in outputs]
-        return [Reference(value, step_of(each, value)) for value, each in zip(outputs, self.quantizers, strict=True)]
+            return [SimulatedValue(value) for value in outputs]
+        return [SimulatedValue(value, step_of(each, value))
+                for value, each in zip(outputs, self.quantizers, strict=True)]
 
     def _float_file(self, folder: Path, given: str | os.PathLike[str] | None) -> Path:
         if given is not None:

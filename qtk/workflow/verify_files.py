@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.core.dtypes import FloatDtype
 from qtk.data.forward_pass import read
 from qtk.errors import ExportError
@@ -85,7 +85,7 @@ def _verify(
     except Exception as error:
         raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
     try:
-        examples: tuple[dict[str, Tensor], list[Reference], dict[tuple[str, int], Reference]] | None = None
+        examples: tuple[dict[str, Tensor], list[SimulatedValue], dict[tuple[str, int], SimulatedValue]] | None = None
         states = file_states(file)
         held = {name: state.first for name, state in states.items() if state.first is not None}
         batches = random_batches(
@@ -98,10 +98,10 @@ def _verify(
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
             masks = [_mask(name, inputs) for name in valid]
             compared = [
-                Reference(value, step_of_encoding(value, returned.get(name)), _counted(value, masks))
+                SimulatedValue(value, step_of_encoding(value, returned.get(name)), _counted(value, masks))
                 for name, value in zip(runs.outputs, outputs, strict=True)
             ]
-            values = {key: Reference(value, step_of_encoding(value, encodings.get(key[0])), _counted(value, masks))
+            values = {key: SimulatedValue(value, step_of_encoding(value, encodings.get(key[0])), _counted(value, masks))
                       for key, value in sites.items()}
             runs.compare(inputs, compared, values)
             examples = examples or (inputs, compared, values)
@@ -134,7 +134,7 @@ def _mask(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _counted(value: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
-    """Which elements of a value belong to tokens that count; ``None``: all."""
+    """Returns which elements of a value belong to tokens that count; ``None``: all."""
     for mask in masks:
         for tokens in (mask, mask.flatten()):
             if value.ndim > tokens.ndim and value.shape[:tokens.ndim] == tokens.shape:

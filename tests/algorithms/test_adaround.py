@@ -6,14 +6,14 @@ import itertools
 import pytest
 import torch
 
-from qtk.algorithms.adaround import Descent, adaround
+from qtk.algorithms.adaround import RoundingDescent, adaround
 from qtk.algorithms.output_error import OutputError
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 
-FAST = functools.partial(adaround, descent=Descent(iterations=200))
+FAST = functools.partial(adaround, descent=RoundingDescent(iterations=200))
 
 
 class Layer:
@@ -97,7 +97,7 @@ def test_every_weight_is_on_its_grid(granularity, asymmetric, linear):
 @each_kind
 def test_no_single_other_choice_is_better(granularity, asymmetric, linear):
     layer = Layer((2, 3, 16), granularity, asymmetric=asymmetric, linear=linear, range_kept=0.8)
-    found = adaround(layer.weight, layer.grid, layer.error(), None, Descent(iterations=1))  # turning has much to do
+    found = adaround(layer.weight, layer.grid, layer.error(), None, RoundingDescent(iterations=1))  # much to turn
     before = layer.lost(found)
     below, above = layer.neighbours()
     for column in range(16):

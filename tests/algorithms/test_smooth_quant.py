@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from qtk.algorithms.smooth_quant import (
     GRID,
     LARGEST_SCALE,
-    Product,
     SmoothedInput,
+    SmoothedProduct,
     at,
     output_error,
     per_channel,
@@ -30,7 +30,7 @@ def round_input(x, scale):
 
 
 def linear(weight):
-    return Product(
+    return SmoothedProduct(
         weight, torch.arange(weight.shape[1])[None], F.linear,
         lambda x, w: F.linear(x, rounded(w, w.abs().amax(1, keepdim=True))),
     )
@@ -107,7 +107,7 @@ def test_every_product_counts_once_whatever_its_size():
 
 def test_without_rounding_nothing_changes():
     x, weight = outliers()
-    product = Product(weight, torch.arange(8)[None], F.linear, F.linear)
+    product = SmoothedProduct(weight, torch.arange(8)[None], F.linear, F.linear)
     smooth = SmoothedInput([x], -1, torch.arange(8), lambda x, scale: x, [product])
     assert smooth.noise_to_signal(torch.rand(8, dtype=torch.float64) + 0.1)[0] < 1e-30
 
@@ -149,6 +149,7 @@ def test_a_convolution():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 4, 6, 6, dtype=torch.float64), torch.randn(6, 2, 3, 3, dtype=torch.float64)
     index = torch.tensor([[0, 1]] * 3 + [[2, 3]] * 3)[:, :, None, None]
-    product = Product(weight, index, lambda x, w: F.conv2d(x, w, groups=2), lambda x, w: F.conv2d(x, w, groups=2))
+    product = SmoothedProduct(weight, index, lambda x, w: F.conv2d(x, w, groups=2),
+                              lambda x, w: F.conv2d(x, w, groups=2))
     smooth = SmoothedInput([x], 1, torch.arange(4), lambda x, scale: x, [product])
     assert smooth.noise_to_signal(torch.tensor([1.0, 5.0, 0.2, 3.0], dtype=torch.float64))[0] < 1e-28

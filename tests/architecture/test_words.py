@@ -5,6 +5,7 @@ Each row is a word that was replaced, where it must not come back, and what is w
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ RULES = (
     Rule(r"\balike\b", "the same; in the same way; both"),
     Rule(r"\bbesides\b", "also, in addition, only X has"),
     Rule(r"\b(hands|handed|handing|(?<!other )(?<!by )hand)\s+(\w+\s+){0,3}on\b", "passes, returns"),
+    Rule(r"\b[Tt]hose\b(?! (members|entries)\b)", "the noun again: the layers that",
+         ("qtk/kernels/", "qtk/ops/", "qtk/numerics/")),
+    Rule(r"\bthe ones?\b(?! (kind|tensor|model|layer|scheme)\b)", "the noun again",
+         ("qtk/kernels/", "qtk/ops/", "qtk/numerics/")),
+    Rule(r"\bthe (latter|former)\b", "the noun again", ("qtk/kernels/", "qtk/ops/", "qtk/numerics/")),
 )
 
 
@@ -79,3 +85,22 @@ def test_the_word_stays_out(rule: Rule) -> None:
 def test_a_planted_word_is_found() -> None:
     assert re.search(RULES[3].pattern, "the group_size of a weight")
     assert not re.search(RULES[3].pattern, "regroup_sizes")
+
+
+RIDDLES = ("Whether", "How", "Why", "What", "Which")
+
+
+def riddles(text: str) -> Iterator[str]:
+    """Yields the functions of a module whose docstrings begin with a clause in place of a verb."""
+    for node in ast.walk(ast.parse(text)):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and (ast.get_docstring(node) or "").startswith(RIDDLES):
+            yield f"{node.lineno}: {node.name}"
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    faults = [f"{path.relative_to(ROOT).as_posix()}:{fault}" for path in documents() if path.suffix == ".py"
+              and not path.relative_to(ROOT).as_posix().startswith(("qtk/kernels/", "qtk/ops/", "qtk/numerics/"))
+              for fault in riddles(path.read_text(encoding="utf-8"))]
+    assert faults == []
+    assert list(riddles('def f():\n    """Whether it is so."""\n')) == ["1: f"]

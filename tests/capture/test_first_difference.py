@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from qtk.calls.calls import Call
-from qtk.capture import ladder
+from qtk.capture import fallback
+from qtk.capture.fallback import capture_graph
 from qtk.capture.first_difference import first_difference
-from qtk.capture.ladder import capture_graph
 from qtk.errors import CaptureError
 
 X = torch.randn(4, 8)
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def captured(model, place=""):
-    return capture_graph(model.eval(), [CALL], "batch", verify=False, around=ladder.Surroundings(place))
+    return capture_graph(model.eval(), [CALL], "batch", verify=False, around=fallback.Surroundings(place))
 
 
 def plant(graph, old, new, which=0):
@@ -117,13 +117,13 @@ def test_a_wrong_weight_is_found_too_and_nothing_is_changed():
 
 @pytest.mark.medium
 def test_the_error_of_a_capture_that_differs_ends_with_the_name(monkeypatch):
-    real = ladder.canonicalize
+    real = fallback.canonicalize
 
     def wrong(*args, **kwargs):
         graph, swaps = real(*args, **kwargs)
         plant(graph, ATEN.relu.default, ATEN.sigmoid.default)
         return graph, swaps
 
-    monkeypatch.setattr(ladder, "canonicalize", wrong)
+    monkeypatch.setattr(fallback, "canonicalize", wrong)
     with pytest.raises(CaptureError, match=r"the first module to differ is stem\.1: its output differs"):
         capture_graph(Net().eval(), [CALL], "batch", verify=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
-from qtk.capture.ladder import capture_graph
+from qtk.capture.fallback import capture_graph
 from qtk.capture.other_sizes import OtherSizes, other_length, try_other_sizes
 from qtk.errors import CaptureError
 

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from qtk.calls.calls import Call
-from qtk.capture.ladder import capture_graph
+from qtk.capture.fallback import capture_graph
 from qtk.capture.varying_axes import varying_axes
 
 

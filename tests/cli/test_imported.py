@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from qtk.cli.imported import called, imported, search_path
+from qtk.cli.imported import imported, load_callable, search_path
 from qtk.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_a_wrong_locator_is_answered_with_key_and_rule(locator, said):
 
 def test_an_error_in_the_users_function_is_told(project):
     with pytest.raises(ConfigError, match=r"data: user_.*:broken\(\) raised KeyError: 'no such folder'"):
-        called(f"{project.module}:broken", where="data")
+        load_callable(f"{project.module}:broken", where="data")
 
 
 @pytest.mark.parametrize(("source", "said"), [
@@ -43,7 +43,7 @@ def test_an_error_in_the_users_function_is_told(project):
 def test_a_module_that_fails_or_ends_the_program_is_told(source, said, tmp_path):
     (tmp_path / "failing_module.py").write_text(source)
     with search_path(tmp_path), pytest.raises(ConfigError, match=said):
-        called("failing_module:f", where="x")
+        load_callable("failing_module:f", where="x")
     sys.modules.pop("failing_module", None)
 
 
@@ -51,5 +51,5 @@ def test_the_search_path_is_as_before_afterwards(tmp_path):
     (tmp_path / "only_here_module.py").write_text("def f():\n    return 7\n")
     before = list(sys.path)
     with search_path(tmp_path):
-        assert called("only_here_module:f", where="x") == 7
+        assert load_callable("only_here_module:f", where="x") == 7
     assert sys.path == before

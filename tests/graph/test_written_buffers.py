@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.graph.counts import Nature, is_clock, natures
 from qtk.graph.flow import Flow
 from qtk.graph.sites import value_site
+from qtk.graph.value_kinds import ValueKind, is_clock, value_kinds
 from qtk.graph.written_buffers import buffer_values, is_state, write_buffers, written_buffers
 from qtk.workflow.prepare import prepare_model
 
@@ -42,7 +42,7 @@ def test_what_depends_on_itself_alone_counts():
     model = prepare_model(Stream().eval(), torch.randn(3, 2))
     past, phase = (buffer.read for buffer in written_buffers(model.graph).values())
     assert (is_clock(past), is_clock(phase)) == (False, True)
-    assert natures(model.graph, Flow(model.graph))[phase] is Nature.COUNT
+    assert value_kinds(model.graph, Flow(model.graph))[phase] is ValueKind.COUNT
     plan = qtk.QuantSim(model, torch.randn(3, 2)).plan
     assert "phase:input" not in {site.name for site in plan}
 

@@ -183,7 +183,7 @@ def test_the_prior_is_chosen_by_some_outputs_and_the_methods_run_once_for_all():
     assert len(runs) > 2
     every = Wide(1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "REHEARSED", 1)
+        patch.setattr(candidates, "OUTPUT_STRIDE", 1)
         expected = choose(every.start, [Counted(), BiasCorrection()])
     assert winner.name == expected.name
     assert torch.equal(winner.state.weight, expected.state.weight)

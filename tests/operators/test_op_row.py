@@ -9,11 +9,11 @@ from torch import nn
 
 import qtk
 from qtk.graph.absolute import absolute_values
-from qtk.graph.counts import Nature, natures
 from qtk.graph.coverage import unknown_ops
 from qtk.graph.flow import Flow
 from qtk.graph.masks import maskable_sites
 from qtk.graph.token_layouts import TokenLayouts
+from qtk.graph.value_kinds import ValueKind, value_kinds
 from qtk.numerics.token_layout import TokenLayout
 from qtk.operators.op_row import Feeding, Mask, OpRow, Precision, Product, Role, Tokens, out_in
 from qtk.operators.op_table import ROWS
@@ -122,11 +122,11 @@ def result_of(graph):
     return result
 
 
-@pytest.mark.parametrize(("counts", "nature"), [(True, Nature.COUNT), (False, Nature.REAL)])
+@pytest.mark.parametrize(("counts", "nature"), [(True, ValueKind.COUNT), (False, ValueKind.REAL)])
 def test_its_row_says_whether_it_keeps_counts(counts, nature, monkeypatch):
     graph = graph_of(lambda net, x: torch.special.i0((x > 0).float().cumsum(1)), torch.randn(4, 8), monkeypatch,
                      counts=counts)
-    assert natures(graph.graph, Flow(graph.graph))[result_of(graph)] is nature
+    assert value_kinds(graph.graph, Flow(graph.graph))[result_of(graph)] is nature
 
 
 @pytest.mark.parametrize(("mask", "names"), [

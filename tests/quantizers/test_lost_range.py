@@ -11,7 +11,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
 from qtk.quantizers import lost_range
-from qtk.quantizers.lost_range import EVERY, LateLook
+from qtk.quantizers.lost_range import EVERY, DeferredRangeCheck
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
@@ -42,32 +42,32 @@ def accelerator(request, monkeypatch):
 
 @pytest.mark.parametrize("lost", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_lost_scale_is_found_some_calls_later_and_named(accelerator, lost):
-    look, scale = LateLook(), torch.tensor([0.5, 0.25])
+    look, scale = DeferredRangeCheck(), torch.tensor([0.5, 0.25])
     for _ in range(5):
-        look.look("fc:out", scale)
+        look.check("fc:out", scale)
     scale = torch.tensor([0.5, lost])
 
     def train():
         for _ in range(3 * EVERY + accelerator.delay):
-            look.look("fc:out", scale)
+            look.check("fc:out", scale)
 
     with pytest.raises(EncodingError, match=r"fc:out: a scale has become .* some steps ago, but must be positive"):
         train()
 
 
 def test_a_good_scale_is_looked_at_once_in_a_while(accelerator):
-    look = LateLook()
+    look = DeferredRangeCheck()
     for _ in range(4 * EVERY):
-        look.look("fc:out", torch.tensor([0.5]))
+        look.check("fc:out", torch.tensor([0.5]))
     assert accelerator.sent == {0: 4, 1: 4, 40: 2}[accelerator.delay]
 
 
 def test_what_is_on_its_way_is_not_copied(accelerator):
-    look = LateLook()
-    look.look("fc:out", torch.tensor([-1.0]))
+    look = DeferredRangeCheck()
+    look.check("fc:out", torch.tensor([-1.0]))
     for twin in (copy.deepcopy(look), pickle.loads(pickle.dumps(look))):
-        twin.look("fc:out", torch.tensor([0.5]))
-        twin.look("fc:out", torch.tensor([0.5]))
+        twin.check("fc:out", torch.tensor([0.5]))
+        twin.check("fc:out", torch.tensor([0.5]))
 
 
 def learning(scale=0.5):
@@ -92,7 +92,7 @@ def relearn(quantizer):
 def test_a_range_that_was_set_again_is_not_reported_for_what_it_was(accelerator, repair, monkeypatch):
     """Of several lost ranges one raises first; the user repairs all, and what is on its way of the others is old."""
     quantizer, x = learning(), torch.ones(3, requires_grad=True)
-    monkeypatch.setattr(Quantizer, "_look_at", lambda self, scale: self._late_look.look(self.site, scale))
+    monkeypatch.setattr(Quantizer, "_check_range", lambda self, scale: self._range_check.check(self.site, scale))
     with torch.no_grad():
         quantizer.scale_factor.fill_(-1.0)
     quantizer(x)

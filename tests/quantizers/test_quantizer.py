@@ -259,9 +259,9 @@ def test_a_state_without_flags_takes_them_back_and_one_without_a_range_does_not(
 def test_what_a_schedule_sets_for_a_time_is_not_saved():
     quantizer, fresh = calibrated(OUTPUT), Quantizer(OUTPUT, site="x")
     quantizer.learn_range(GradientScale.NONE)
-    quantizer.held, quantizer.momentum = True, 0.01
+    quantizer.range_gradients_off, quantizer.momentum = True, 0.01
     fresh.load_state_dict(quantizer.state_dict())
-    assert (fresh.held, fresh.momentum, fresh.gradient_scale) == (False, None, GradientScale.NONE)
+    assert (fresh.range_gradients_off, fresh.momentum, fresh.gradient_scale) == (False, None, GradientScale.NONE)
 
 
 def test_the_average_of_two_states_loads():
@@ -429,8 +429,8 @@ def test_gradients_are_those_of_autograd_times_that_of_lsq(spec, static):
     quantizer.mode = Mode.SIMULATE
     found = {}
     for how in (*GradientScale, "held"):
-        quantizer.held = how == "held"
-        quantizer.learn_range(GradientScale.LSQ if quantizer.held else how)
+        quantizer.range_gradients_off = how == "held"
+        quantizer.learn_range(GradientScale.LSQ if quantizer.range_gradients_off else how)
         quantizer(x).backward(upstream)
         found[how] = [parameter.grad.clone() for parameter in quantizer.parameters()]
         quantizer.zero_grad()
@@ -458,7 +458,7 @@ def test_a_held_range_costs_as_little_as_a_fixed_one():
 
     fixed, held = calibrated(OUTPUT), calibrated(OUTPUT)
     held.learn_range()
-    held.held = True
+    held.range_gradients_off = True
     run(fixed)
     run(held).backward(torch.full((4, 100), torch.inf))
     assert sizes[held] == sizes[fixed]

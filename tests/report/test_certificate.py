@@ -7,7 +7,7 @@ from qtk.errors import ExportError
 from qtk.report.certificate import Certificate, CertifiedRun
 from qtk.report.difference import Difference
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
-from qtk.report.verdict import Level, Run
+from qtk.report.verdict import FileRun, Level
 
 RUN = CertifiedRun("m.tflite", "LiteRT", "LiteRT 2.3", "green", 1.0, 0.01, 0.0, 1.0, 50.0, None, 3, 0, 0.5, 1.0)
 CERTIFICATE = Certificate("ONNX", "aa", {"m.tflite": "11"}, {"torch": "2.14"}, {"flags": "avx2"}, (RUN,), ("a line",),
@@ -57,9 +57,9 @@ def test_it_holds_the_figures_of_a_run():
     total = Difference("outputs", 10, 0.1, 0.0, 0.2, 1.0, 40.0, 0.1)
     nodes = RuntimeNodes({"CONV_2D": 2}, (FloatNode("MUL", "a", "why", False),))
     site = Difference("a:out", 10, 0.1, 0.0, 0.2, 1.0, 40.0, 0.1)
-    run = CertifiedRun.of("m", Run("w", "r", total, 0.9, (total,), (site,), nodes, 1.5, 3.0), Level.YELLOW)
+    run = CertifiedRun.of("m", FileRun("w", "r", total, 0.9, (total,), (site,), nodes, 1.5, 3.0), Level.YELLOW)
     assert run == CertifiedRun("m", "w", "r", "yellow", 0.9, 0.1, 0.0, 1.0, 40.0, "a:out", 2, 1, 1.5, 3.0)
-    refused = CertifiedRun.of("m", Run("w", "r", refusal="no"), Level.RED)
+    refused = CertifiedRun.of("m", FileRun("w", "r", refusal="no"), Level.RED)
     assert refused.refusal == "no"
     assert replace(CERTIFICATE, runs=(RUN, refused)).level is Level.RED
     text = replace(CERTIFICATE, runs=(RUN, refused)).table().text()

@@ -8,11 +8,11 @@ import pytest
 from qtk.report.difference import Difference
 from qtk.report.findings import Circumstances, agrees, judge, judge_alone, saturation_remedy
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
-from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Level, Run
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, FileRun, Level
 
 
 def run(way, sqnr_db=math.inf, beyond=0.0, **fields):
-    return Run(way, f"runtime {way}", Difference("outputs", 1000, 0.5, beyond, 1.0, 1.0, sqnr_db), **fields)
+    return FileRun(way, f"runtime {way}", Difference("outputs", 1000, 0.5, beyond, 1.0, 1.0, sqnr_db), **fields)
 
 
 GOOD = {way: run(way) for way in (OFF, ON, EXACT)}
@@ -48,7 +48,7 @@ def test_saturation_is_told_from_what_the_optimizer_changes():
     assert "ORT_DISABLE_ALL" in changed.remedy
     (beyond,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True, saturating_weights=("weight",))
     assert (beyond.level, beyond.remedy) == (Level.RED, saturation_remedy(opens=True))  # the mode does not reach all
-    refused = Run(EXACT, "runtime", refusal="shared weight")
+    refused = FileRun(EXACT, "runtime", refusal="shared weight")
     (first, *_) = judged(spoilt, refused, saturates=True, saturating_weights=("weight",))
     assert first.remedy == saturation_remedy(opens=False)
     (elsewhere,) = judged(spoilt, saturates=False)
@@ -68,7 +68,7 @@ def test_weights_that_can_saturate_elsewhere_are_yellow():
 
 
 def test_a_refusal_is_red_in_the_runtime_that_the_file_is_for():
-    refused = Run(ON, "runtime", refusal="no kernel")
+    refused = FileRun(ON, "runtime", refusal="no kernel")
     assert judged(refused)[0].level is Level.RED
     assert "no kernel" in judged(refused)[0].cause
     assert judged(refused, runtime="openvino")[0].level is Level.YELLOW
@@ -179,14 +179,16 @@ def test_a_runtime_without_an_exact_way_is_judged_by_its_first(sqnr_db, random_i
     off = Difference("outputs", 9999, 0.5, 0.4, 1.0, 9.0, sqnr_db, 0.5)
     right = Difference("outputs", 9999, 0.0, 0.0, 0.0, 0.0, math.inf, 0.0)
     circumstances = Circumstances("litert", random_inputs=random_inputs)
-    first = judge_alone([Run("LiteRT", "LiteRT 2.3", off), Run("LiteRT, other", "LiteRT", right)], circumstances)
+    runs = {name: (FileRun("LiteRT", "LiteRT 2.3", each), FileRun("LiteRT, other", "LiteRT", other))
+            for name, each, other in (("first", off, right), ("second", right, off))}
+    first = judge_alone([*runs["first"]], circumstances)
     assert [finding.level for finding in first] == ([] if level is None else [level])
-    second = judge_alone([Run("LiteRT", "LiteRT 2.3", right), Run("LiteRT, other", "LiteRT", off)], circumstances)
+    second = judge_alone([*runs["second"]], circumstances)
     assert [finding.level for finding in second] == ([] if level is None else [Level.YELLOW])
 
 
 def test_float_noise_in_its_own_simulation_explains_a_runtime():
     off = Difference("outputs", 9999, 0.5, 0.4, 1.0, 9.0, 20.0, 0.5)
-    (finding,) = judge_alone([Run("LiteRT", "LiteRT 2.3", off)], Circumstances("litert", tolerance_db=18.0))
+    (finding,) = judge_alone([FileRun("LiteRT", "LiteRT 2.3", off)], Circumstances("litert", tolerance_db=18.0))
     assert finding.level is Level.YELLOW
     assert "float rounding in another order" in finding.cause

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from qtk.report.svg import HEIGHT, WIDTH, Histogram, channels_svg, curve_svg, histogram_svg
+from qtk.report.svg import HEIGHT, WIDTH, HistogramChart, channels_svg, curve_svg, histogram_svg
 
 SPACE = 14
 """Height that a histogram leaves for the bracket of its range."""
@@ -25,7 +25,7 @@ def boxes(svg, kind):
 @pytest.mark.parametrize("lowest", [-3.0, 0.0, 5.0])
 @pytest.mark.parametrize("counts", [(1,), (3, 0, 7), (1, 10, 100, 1000, 0, 2, 5)])
 def test_bars_are_as_high_as_the_logarithm_of_their_count(counts, lowest):
-    svg = histogram_svg(Histogram(lowest, lowest + 2.0, counts, None))
+    svg = histogram_svg(HistogramChart(lowest, lowest + 2.0, counts, None))
     step, tallest = WIDTH / len(counts), math.log1p(max(counts))
     expected = [
         (index * step, HEIGHT - 12 - tall, step, tall)
@@ -37,13 +37,13 @@ def test_bars_are_as_high_as_the_logarithm_of_their_count(counts, lowest):
 
 
 def test_bins_whose_middle_is_outside_of_the_range_are_marked():
-    svg = histogram_svg(Histogram(0.0, 8.0, (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 5.4)))
+    svg = histogram_svg(HistogramChart(0.0, 8.0, (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 5.4)))
     assert [x / WIDTH * 8 for x, *_ in boxes(svg, "bar")] == pytest.approx([1, 2, 3, 4], abs=0.01)
     assert [x / WIDTH * 8 for x, *_ in boxes(svg, "clipped")] == pytest.approx([0, 5, 6, 7], abs=0.01)
 
 
 def test_a_range_that_is_wider_than_the_values_sets_the_edges():
-    svg = histogram_svg(Histogram(-1.0, 1.0, (1, 1), (-3.0, 5.0)))
+    svg = histogram_svg(HistogramChart(-1.0, 1.0, (1, 1), (-3.0, 5.0)))
     (path,) = parts(svg, "range")
     assert path.get("d") == f"M0.0 {HEIGHT - 12}v6H{WIDTH:.1f}v-6"
     assert [(x, width) for x, _, width, _ in boxes(svg, "bar")] == [
@@ -51,9 +51,10 @@ def test_a_range_that_is_wider_than_the_values_sets_the_edges():
 
 
 @pytest.mark.parametrize("histogram", [
-    Histogram(0.0, 0.0, (5,), None), Histogram(2.0, 2.0, (1023,), (2.0, 2.0)), Histogram(0.0, 1.0, (0,) * 7, None),
-    Histogram(0.0, 1.0, (), (0.0, 0.5)),
-    Histogram(-1e30, 1e30, (1, 10**12), (-1e-30, 1e-30)),
+    HistogramChart(0.0, 0.0, (5,), None), HistogramChart(2.0, 2.0, (1023,), (2.0, 2.0)),
+    HistogramChart(0.0, 1.0, (0,) * 7, None),
+    HistogramChart(0.0, 1.0, (), (0.0, 0.5)),
+    HistogramChart(-1e30, 1e30, (1, 10**12), (-1e-30, 1e-30)),
 ])
 def test_every_number_is_finite_for_values_that_are_equal_missing_or_huge(histogram):
     svg = histogram_svg(histogram)

@@ -7,11 +7,12 @@ import pytest
 
 from qtk.report.difference import Difference
 from qtk.report.timing import OpTime, Timing
-from qtk.report.verdict import EXACT, OFF, ON, Finding, Level, Run, Verdict
+from qtk.report.verdict import EXACT, OFF, ON, FileRun, Finding, Level, Verdict
 
 SITES = (Difference("a:out", 10, 0.0, 0.0, 0.0, 0.0, math.inf), Difference("b:out", 10, 0.5, 0.1, 0.2, 3.0, 20.0))
 TOTAL = Difference("outputs", 10, 0.5, 0.1, 0.2, 3.0, 20.0)
-RUNS = (Run(OFF, "off", TOTAL, sites=SITES), Run(ON, "on", TOTAL), Run(EXACT, "exact", refusal="shared weight"))
+RUNS = (FileRun(OFF, "off", TOTAL, sites=SITES), FileRun(ON, "on", TOTAL),
+        FileRun(EXACT, "exact", refusal="shared weight"))
 FINDINGS = (Finding(Level.YELLOW, "slow", "wait"), Finding(Level.RED, "wrong", "export again"))
 
 
@@ -79,6 +80,6 @@ def test_it_is_json():
 
 def test_a_few_values_that_differ_are_not_printed_as_none():
     sites = (Difference("a:out", 100_000, 0.00002, 0.0, 0.2, 0.99999, 80.0),)
-    text = str(Verdict(Path("model.onnx"), "the simulation", (Run(OFF, "off", TOTAL, sites=sites),), (), 1000))
+    text = str(Verdict(Path("model.onnx"), "the simulation", (FileRun(OFF, "off", TOTAL, sites=sites),), (), 1000))
     assert "a:out: <0.01% of its values, by at most 1 step\n" in text + "\n"
     assert "│    <0.01% │    0.00% │" in text

@@ -2,14 +2,14 @@ import math
 
 import torch
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.runtimes.difference_sums import DifferenceSums, absolute_difference
 
 
 def test_batches_add_up():
     sums = DifferenceSums("out")
-    sums.add(Reference(torch.tensor([1.0, 2.0]), torch.tensor(0.25)), torch.tensor([1.0, 2.5]))
-    sums.add(Reference(torch.tensor([3.0, 4.0]), torch.tensor(0.25)), torch.tensor([3.25, 4.0]))
+    sums.add(SimulatedValue(torch.tensor([1.0, 2.0]), torch.tensor(0.25)), torch.tensor([1.0, 2.5]))
+    sums.add(SimulatedValue(torch.tensor([3.0, 4.0]), torch.tensor(0.25)), torch.tensor([3.25, 4.0]))
     found = sums.difference()
     assert (found.elements, found.differing, found.beyond_one_step) == (4, 0.5, 0.25)
     assert found.other_codes == 0.5
@@ -19,14 +19,14 @@ def test_batches_add_up():
 
 def test_without_a_step_there_are_none():
     sums = DifferenceSums("out")
-    sums.add(Reference(torch.ones(2)), torch.zeros(2))
+    sums.add(SimulatedValue(torch.ones(2)), torch.zeros(2))
     assert sums.difference().max_steps is None
     assert sums.difference().beyond_one_step is None
 
 
 def test_equal_values_have_infinite_sqnr():
     sums = DifferenceSums("out")
-    sums.add(Reference(torch.ones(2), torch.tensor(1.0)), torch.ones(2))
+    sums.add(SimulatedValue(torch.ones(2), torch.tensor(1.0)), torch.ones(2))
     assert sums.difference().sqnr_db == math.inf
 
 
@@ -38,8 +38,8 @@ def test_not_finite_values_are_equal_to_themselves_alone():
 
 def test_the_total_weighs_by_elements():
     small, large = DifferenceSums("a"), DifferenceSums("b")
-    small.add(Reference(torch.ones(1), torch.tensor(1.0)), torch.zeros(1))
-    large.add(Reference(torch.ones(3)), torch.ones(3))
+    small.add(SimulatedValue(torch.ones(1), torch.tensor(1.0)), torch.zeros(1))
+    large.add(SimulatedValue(torch.ones(3)), torch.ones(3))
     total = DifferenceSums.total([small, large], "both").difference()
     assert (total.elements, total.differing, total.max_steps) == (4, 0.25, 1.0)
 
@@ -47,13 +47,13 @@ def test_the_total_weighs_by_elements():
 def test_what_does_not_count_has_no_part():
     sums = DifferenceSums("out")
     ours, theirs = torch.tensor([[1.0, 2.0], [5.0, 5.0]]), torch.tensor([[1.0, 2.5], [9.0, math.nan]])
-    sums.add(Reference(ours, torch.tensor([[0.25], [0.1]]), torch.tensor([[True, True], [False, False]])), theirs)
+    sums.add(SimulatedValue(ours, torch.tensor([[0.25], [0.1]]), torch.tensor([[True, True], [False, False]])), theirs)
     found = sums.difference()
     assert (found.elements, found.differing, found.max_difference, found.max_steps) == (2, 0.5, 0.5, 2.0)
 
 
 def test_a_float_rounding_of_a_dynamic_value_is_no_other_code():
     sums = DifferenceSums("out")
-    sums.add(Reference(torch.ones(4), torch.tensor(0.1)), torch.tensor([1.0, 1.0 + 1e-6, 1.04, 1.1]))
+    sums.add(SimulatedValue(torch.ones(4), torch.tensor(0.1)), torch.tensor([1.0, 1.0 + 1e-6, 1.04, 1.1]))
     found = sums.difference()
     assert (found.differing, found.other_codes, found.beyond_one_step) == (0.75, 0.25, 0.0)

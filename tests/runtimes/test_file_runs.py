@@ -5,7 +5,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.export.onnx.qdq import export
 from qtk.export.onnx.qdq_nodes import SITES
@@ -45,8 +45,8 @@ def test_the_reference_is_the_simulation(file, runs):
 def test_differences_add_up_over_batches(runs):
     for batch in (INPUTS, -INPUTS):
         (output,), sites = runs.reference({"input": batch})
-        runs.compare({"input": batch}, [Reference(output + 1.0, torch.tensor(0.5))], {
-            key: Reference(value, torch.tensor(1.0)) for key, value in sites.items()
+        runs.compare({"input": batch}, [SimulatedValue(output + 1.0, torch.tensor(0.5))], {
+            key: SimulatedValue(value, torch.tensor(1.0)) for key, value in sites.items()
         })
     off = runs.runs()[0]
     assert off.way == OFF
@@ -67,7 +67,7 @@ def test_a_runtime_that_refuses_is_told_and_the_others_go_on(file, monkeypatch):
     monkeypatch.setattr(file_runs, "session_with", refusing)
     runs = FileRuns(file[1], {})
     (output,), _ = runs.reference({"input": INPUTS})
-    runs.compare({"input": INPUTS}, [Reference(output)], {})
+    runs.compare({"input": INPUTS}, [SimulatedValue(output)], {})
     by_way = {run.way: run for run in runs.runs()}
     assert by_way[EXACT].refusal == "several operators share a weight"
     assert by_way[EXACT].total is None
@@ -130,16 +130,16 @@ def test_a_file_that_runs_on_its_rows_alone_is_timed_on_them_and_says_so_quietly
 
 def test_inputs_of_another_model_are_refused(runs):
     with pytest.raises(ExportError, match="the file takes input, the model x"):
-        runs.compare({"x": INPUTS}, [Reference(INPUTS)], {})
+        runs.compare({"x": INPUTS}, [SimulatedValue(INPUTS)], {})
     with pytest.raises(ExportError, match="the file returns 1 tensors, the model 2"):
-        runs.compare({"input": INPUTS}, [Reference(INPUTS)] * 2, {})
+        runs.compare({"input": INPUTS}, [SimulatedValue(INPUTS)] * 2, {})
 
 
 def test_files_are_summed_up(file):
     both = [FileRuns(file[1], {}) for _ in range(2)]
     for runs, offset in zip(both, (0.0, 1.0), strict=True):
         (output,), _ = runs.reference({"input": INPUTS})
-        runs.compare({"input": INPUTS}, [Reference(output + offset)], {})
+        runs.compare({"input": INPUTS}, [SimulatedValue(output + offset)], {})
     total = merged_runs(both)[0]
     assert (total.total.elements, total.differing, total.top1) == (40, 0.5, None)
     for runs in both:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.analysis.simulated_values import Reference, SimulatedValues
+from qtk.analysis.simulated_values import SimulatedValue, SimulatedValues
 from qtk.errors import ExportError
 from qtk.report.findings import departs
 from qtk.runtimes.op_runs import op_differences
@@ -54,7 +54,7 @@ def found(sim, file, optimizations=Optimizations.OFF, optimized=None):
     values.close()
     sites = site_outputs(file, codes=optimizations is Optimizations.ON)
     return {each.name: each for each in op_differences(
-        file, sites, {"x": X}, [Reference(output)], taken, optimizations=optimizations, optimized=optimized)}
+        file, sites, {"x": X}, [SimulatedValue(output)], taken, optimizations=optimizations, optimized=optimized)}
 
 
 @pytest.mark.medium

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.runtimes.runtime_runs import FLOAT, RuntimeRuns
@@ -43,7 +43,8 @@ def refusing(file, reasons, threads):
 def compared(ways, x=None):
     x = torch.randn(4, 3) if x is None else x
     runs = RuntimeRuns(Path("model.double"), {}, ways)
-    runs.compare({"input": x}, [Reference(2 * x, torch.tensor(0.1))], {("a:out", 0): Reference(x, torch.tensor(0.1))})
+    step = torch.tensor(0.1)
+    runs.compare({"input": x}, [SimulatedValue(2 * x, step)], {("a:out", 0): SimulatedValue(x, step)})
     return runs
 
 
@@ -72,7 +73,7 @@ def test_another_number_of_inputs_or_outputs_is_refused():
     with pytest.raises(ExportError, match="the file returns 1 tensors, the model 0"):
         runs.compare({"x": torch.zeros(1)}, [], {})
     with pytest.raises(ExportError, match="y has 3 values, the model's output 4"):
-        runs.compare({"x": torch.zeros(1, 3)}, [Reference(torch.zeros(4))], {})
+        runs.compare({"x": torch.zeros(1, 3)}, [SimulatedValue(torch.zeros(4))], {})
 
 
 @pytest.mark.parametrize(("most", "rows"), [(100, 7), (4, 4)])

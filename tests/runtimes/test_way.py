@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qtk.analysis.simulated_values import Reference
+from qtk.analysis.simulated_values import SimulatedValue
 from qtk.errors import ExportError
 from qtk.runtimes.way import NoCodes, Way, shapes_of, usable_cpus
 
@@ -10,7 +10,7 @@ def test_it_adds_up_what_its_runners_compute():
     way = Way("a way", "a runtime", [lambda feed: {"y": feed["x"] + 1}], NoCodes())
     x = torch.tensor([[1.0, 3.0], [0.0, 2.0]])
     for _ in range(2):
-        way.add(["y"], [Reference(x, torch.tensor(0.5))], {}, way.values({"x": x}))
+        way.add(["y"], [SimulatedValue(x, torch.tensor(0.5))], {}, way.values({"x": x}))
     run = way.result(3)
     assert (run.total.elements, run.total.differing, run.total.max_steps, run.top1) == (8, 1.0, 2.0, 1.0)
     assert run.unseen_sites == 3
@@ -30,7 +30,7 @@ def test_what_a_runner_raises_names_the_runtime():
 def test_an_output_of_another_shape_is_refused():
     way = Way("a way", "a runtime", [], NoCodes())
     with pytest.raises(ExportError, match=r"output 0 has shape \(3,\), the simulation's \(2,\)"):
-        way.add(["y"], [Reference(torch.zeros(2))], {}, {"y": torch.zeros(3)})
+        way.add(["y"], [SimulatedValue(torch.zeros(2))], {}, {"y": torch.zeros(3)})
 
 
 def test_the_circumstances_of_a_timing():

@@ -77,7 +77,7 @@ def test_stepped_at_the_end_of_a_step_it_comes_one_step_later_and_train_undoes_n
     running, held = [], []
     for number in range(4):
         sim.model.train()
-        held.append(sim.quantizers["0.weight"].held)
+        held.append(sim.quantizers["0.weight"].range_gradients_off)
         sim.model(batches()[number % 3])
         running.append(sim.model.state_dict()["1.running_mean"].clone())
         schedule.step()

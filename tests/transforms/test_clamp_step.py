@@ -16,7 +16,7 @@ from qtk.graph.graphs import graphs
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.transforms.clamp_step import ScaleClamp, clamp_steps
 from qtk.transforms.equalize import equalize_layers
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from tests.transforms.equalization import NETS, equalized, images, unequal
 from tests.transforms.scaling import Scaled, difference
 from tests.transforms.scaling_nets import net
@@ -79,7 +79,7 @@ def test_bounds_are_scaled_in_float64_and_rounded_once(dtype: torch.dtype, chann
 def steps_for(model: nn.Module, factor: float) -> list[ScaleClamp]:
     scaled = Scaled(model, images(2, 6, 6))
     factors = torch.where(scaled.scales.free, factor, 1.0).double()
-    return list(clamp_steps(scaled.scales, factors, Members(scaled.model)))
+    return list(clamp_steps(scaled.scales, factors, NamedTensors(scaled.model)))
 
 
 @pytest.mark.medium

@@ -7,7 +7,7 @@ from qtk.channels.channel_scales import ChannelScales
 from qtk.graph.flow import Flow
 from qtk.transforms.channel_scale_step import InsertChannelScale
 from qtk.transforms.inserted_scales import LEAST_WORK, inserting_steps, reason_against
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.quantized_products import input_plan
 from qtk.transforms.steps import make
 
@@ -27,7 +27,7 @@ def reason(how, *, layer="a", work=LEAST_WORK, **settings):
     model = qtk.prepare_model(Reads(how).eval(), x)
     plan = qtk.QuantSim(model, x, **settings).plan
     items = [item for item in ChannelScales(model, (x,), {}).inputs if item.weight == f"{layer}.weight"][:1]
-    weights = [Members(model).tensor(item.weight) for item in items]
+    weights = [NamedTensors(model).tensor(item.weight) for item in items]
     flow = Flow(items[0].graph.graph)
     return reason_against(model, items, weights, input_plan(items[0], flow, plan), work, flow)
 

@@ -7,7 +7,7 @@ import qtk
 from qtk.channels.channel_scales import ChannelScales
 from qtk.graph.flow import Flow
 from qtk.transforms.input_statistics import Sampling
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.quantized_products import input_plan, multiplications, product, sampling
 
 WIDTH = 6
@@ -46,7 +46,7 @@ def read(name):
     prepared = qtk.prepare_model(model, x, dynamic_shapes=None)
     sim = qtk.QuantSim(prepared, x)
     (item,) = ChannelScales(prepared, (x,), {}).inputs
-    return item, Members(prepared).tensor(item.weight), Flow(prepared.graph), sim.plan, how, x, rest
+    return item, NamedTensors(prepared).tensor(item.weight), Flow(prepared.graph), sim.plan, how, x, rest
 
 
 def rounded(weight, axis):
@@ -113,6 +113,6 @@ def test_an_added_activation_counts_as_zero():
     sim = qtk.QuantSim(prepared, x)
     (item,) = ChannelScales(prepared, (x,), {}).inputs
     weight = prepared.get_parameter("weight").detach()
-    factor = product(item, Members(prepared).tensor("weight"), Flow(prepared.graph), sim.plan)
+    factor = product(item, NamedTensors(prepared).tensor("weight"), Flow(prepared.graph), sim.plan)
     rows = torch.randn(3, WIDTH)
     assert torch.allclose(factor.exact(rows, weight), rows @ weight, atol=1e-6)

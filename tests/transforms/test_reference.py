@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
-from qtk.transforms.reference import Reference, change
+from qtk.transforms.reference import OriginalOutputs, change
 from qtk.transforms.steps import ScaleParameter, make
 
 
@@ -25,7 +25,7 @@ def compared(model, dtype, *steps):
     torch.manual_seed(0)
     model, x = model.eval().to(dtype), torch.randn(64, 6, dtype=dtype)
     prepared = qtk.prepare_model(model, x)
-    reference = Reference(prepared, Call((x,), {}, None))
+    reference = OriginalOutputs(prepared, Call((x,), {}, None))
     make(prepared, steps)
     return reference.compare(prepared)
 

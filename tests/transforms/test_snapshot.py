@@ -4,7 +4,7 @@ from torch import nn
 
 import qtk
 from qtk.graph.graphs import graphs
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.snapshot import Snapshot, unchanged_on_error
 from tests.transforms.nets import InPython
 
@@ -22,7 +22,7 @@ def spoil(model):
     graph.graph.erase_node(node)
     graph.recompile()
     graph.add_module("added", nn.ReLU())
-    members = Members(model)
+    members = NamedTensors(model)
     name = next(iter(members.tensors()))
     members.replace({name: torch.zeros_like(members.tensor(name))})
     model.meta["added"] = 1

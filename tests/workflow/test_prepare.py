@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture import ladder
+from qtk.capture import fallback
 from qtk.errors import CalibrationError, CaptureError, ConfigError, ExportError
 from qtk.graph.sites import EXCLUDED, label, value_site
 from qtk.workflow.prepare import prepare_model
@@ -280,7 +280,7 @@ def test_scripted_models_keep_their_mode_and_cannot_be_quantized(make):
 
 @pytest.mark.medium
 def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypatch):
-    real = ladder.canonicalize
+    real = fallback.canonicalize
 
     def wrong(program, original, kind, **options):
         prepared, swaps = real(program, original, kind, **options)
@@ -290,7 +290,7 @@ def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypa
         prepared.recompile()
         return prepared, swaps
 
-    monkeypatch.setattr(ladder, "canonicalize", wrong)
+    monkeypatch.setattr(fallback, "canonicalize", wrong)
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
     prepared = prepare_model(model, X)
     assert torch.equal(prepared(X), model(X))

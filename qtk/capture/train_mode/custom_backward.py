@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from qtk.calls.calls import detached
-from qtk.capture.untouched import untouched
+from qtk.capture.restored import restored
 from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.nn.mapped_weights import bounded
@@ -44,7 +44,7 @@ def _backwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             tensors = {name: _with_gradient(parameter.detach()) for name, parameter in model.named_parameters()}
             tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
             own_args, own_kwargs = pytree.tree_map_only(Tensor, _with_gradient, detached((args, kwargs)))
-            with untouched(model), bounded(model), torch.enable_grad(), keeping:
+            with restored(model), bounded(model), torch.enable_grad(), keeping:
                 output = functional_call(model.train(), tensors, own_args, own_kwargs)
         except OUT_OF_MEMORY:
             raise

@@ -160,7 +160,7 @@ def _is_private(node: fx.Node) -> bool:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether the value shares no memory with another; ops that torch writes out as others do not say so."""
+    """Says whether the value shares no memory with another; ops that torch writes out as others do not say so."""
     op = maker(node)
     if op is not node and sum(other.args[1:] == node.args[1:] for other in op.users) > 1:
         return False

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qtk.calls.calls import detached, leaves_text
+from qtk.capture.restored import restored
 from qtk.capture.train_mode.without_dropout import WithoutDropout
-from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.sites import prefixes
 from qtk.nn.seed import set_seed
@@ -32,7 +32,7 @@ def failure(
     train_only: Collection[nn.Module],
     error: VerificationError,
 ) -> str:
-    """What makes train mode differ from the prepared model, by module path; the numbers where no module does.
+    """Returns what makes train mode differ from the prepared model, by module path; the numbers where no module does.
 
     Runs ``model`` in both modes with the same seed, and restores its state.
     """
@@ -52,9 +52,9 @@ def failure(
 def _branches(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], train_only: Collection[nn.Module]
 ) -> list[str]:
-    with untouched(model):
+    with restored(model):
         in_eval = _events(model.eval(), args, kwargs)
-    with untouched(model), WithoutDropout(model.train(), train_only):
+    with restored(model), WithoutDropout(model.train(), train_only):
         in_train = _events(model, args, kwargs)
     branches: dict[str, str] = {}
     for path, module in sorted(model.named_modules(), key=lambda named: -len(prefixes(named[0]))):
@@ -119,7 +119,7 @@ def _events(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _difference(in_eval: list[str] | None, in_train: list[str] | None) -> str | None:
-    """What a module does in one mode only; ``None`` if it does the same, or runs in one mode only."""
+    """Returns what a module does in one mode only; ``None`` if it does the same, or runs in one mode only."""
     if in_eval is None or in_train is None or in_eval == in_train:
         return None
     texts = []

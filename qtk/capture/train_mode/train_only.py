@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtk.capture.restored import restored
 from qtk.capture.train_mode.markers import MODULE, WRITING_MODULE
-from qtk.capture.untouched import untouched
 from qtk.errors import OUT_OF_MEMORY
 from qtk.nn.seed import set_seed
 from qtk.torch_private import DropoutBase, version_of
@@ -64,7 +64,7 @@ def finding_train_only(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
         elif module not in found and module not in refused and module not in idle:
             probing = True
             try:
-                writes = _act(module, args[0])
+                writes = _differs_in_train(module, args[0])
             finally:
                 probing = False
             if writes is not None:
@@ -89,12 +89,12 @@ def finding_train_only(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
         del found[module]
 
 
-def _act(module: nn.Module, x: Tensor) -> bool | None:
+def _differs_in_train(module: nn.Module, x: Tensor) -> bool | None:
     """Says whether ``module`` writes into its input in train mode; ``None`` if it returns it or changes the shape."""
     if type(module) is nn.Identity:
         return None
     try:
-        with untouched(module), _other_random_states(), torch.no_grad():
+        with restored(module), _other_random_states(), torch.no_grad():
             module.train()
             for seed in range(TRIES):
                 set_seed(seed)

@@ -27,7 +27,7 @@ class Unsuited(Exception):  # noqa: N818  it is a reason
 
 
 def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...]) -> dict[str, object]:
-    """How a weight is quantized, or each matrix of a stack.
+    """Says how a weight is quantized, or each matrix of a stack.
 
     A weight [in, out], as Hugging Face's ``Conv1D`` has, is described in blocks of ``block`` x 1.
 
@@ -63,7 +63,7 @@ def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...
 
 
 def input_arguments(spec: QuantSpec) -> dict[str, object]:
-    """How the input of a layer is quantized.
+    """Says how the input of a layer is quantized.
 
     Raises: Unsuited if the format, or a server's kernels, have no such codes or scales.
     """
@@ -101,7 +101,7 @@ def input_divisor(encoding: Encoding) -> Tensor:
 
 
 def cache_arguments(spec: QuantSpec) -> dict[str, object]:
-    """How keys and values are quantized in a cache: one scale, or one for each head.
+    """Says how keys and values are quantized in a cache: one scale, or one for each head.
 
     Raises: Unsuited if a checkpoint has no such scales.
     """

@@ -17,7 +17,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.errors import ExportError
 from qtk.export.compressed_tensors.arguments import Unsuited, cache_arguments
 from qtk.export.compressed_tensors.library import has_rounded_cache, library
-from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.original import OriginalModel
 from qtk.graph.attention import attentions, cache_quantizers, is_assembled
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import roots
@@ -56,7 +56,7 @@ def _path(op: fx.Node) -> str:
 
 
 def scales_of(
-    caches: Mapping[str, Sequence[Quantizer]], original: Original | None, dtype: torch.dtype
+    caches: Mapping[str, Sequence[Quantizer]], original: OriginalModel | None, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Tensor]]:
     """The library's arguments of a checkpoint's cache, ``None`` without one, and its scales by name.
 
@@ -99,7 +99,7 @@ def scales_of(
 
 
 def warn_of_caches(
-    caches: Mapping[str, Sequence[Quantizer]], original: Original | None, scales: Mapping[str, Tensor]
+    caches: Mapping[str, Sequence[Quantizer]], original: OriginalModel | None, scales: Mapping[str, Tensor]
 ) -> None:
     """Warns of scales that are rounded, of attention without a cache, and of codes that servers do not have.
 
@@ -128,7 +128,7 @@ def warn_of_caches(
 
 
 def _one(name: str, quantizers: Sequence[Quantizer]) -> Quantizer:
-    """What quantizes keys or values. Raises: ExportError if nothing does, several do, or there is no name."""
+    """Returns what quantizes keys or values. Raises: ExportError if nothing does, several do, or there is no name."""
     path, _, kind = name.rpartition(".")
     what = "keys" if kind == KEYS else "values"
     if not quantizers:
@@ -145,7 +145,7 @@ def _one(name: str, quantizers: Sequence[Quantizer]) -> Quantizer:
     return quantizers[0]
 
 
-def _has_cache(original: Original | None, name: str) -> bool:
-    """Whether the module that a scale is of has a layer of a cache; in models of others than transformers, each."""
+def _has_cache(original: OriginalModel | None, name: str) -> bool:
+    """Says whether the module of a scale has a layer of a cache; true of models that are not of transformers."""
     path = name.rpartition(".")[0]
     return original is None or not path or getattr(original.module.get_submodule(path), LAYER, None) is not None

@@ -22,7 +22,7 @@ from qtk.export.compressed_tensors.arguments import (
 )
 from qtk.export.compressed_tensors.layers import QuantizedLayer
 from qtk.export.compressed_tensors.library import compressed, scheme_of
-from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.original import OriginalModel
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.parameter_readers import memory_of
 from qtk.numerics.codes import codes_of, values_of
@@ -51,7 +51,7 @@ class StoredLayer:
     is_transposed: bool = False
 
 
-def stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Tensor | None) -> list[StoredLayer]:
+def stored_layers(layer: QuantizedLayer, original: OriginalModel | None, divisor: Tensor | None) -> list[StoredLayer]:
     """The layers of a checkpoint that a quantized weight becomes: one, or one for each expert and projection.
 
     Args:
@@ -100,7 +100,7 @@ def _joined(parts: Sequence[StoredLayer], layer: QuantizedLayer) -> StoredLayer:
     return replace(parts[0], tensors=tensors)
 
 
-def _stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Tensor | None) -> list[StoredLayer]:
+def _stored_layers(layer: QuantizedLayer, original: OriginalModel | None, divisor: Tensor | None) -> list[StoredLayer]:
     encoding, shape = layer.encoding.to(torch.device("cpu")), tuple(layer.weight.shape)
     scheme = scheme_of_layer(layer)
     value = values_of(codes_of(layer.weight.cpu(), encoding), encoding)
@@ -117,7 +117,7 @@ def _stored_layers(layer: QuantizedLayer, original: Original | None, divisor: Te
 
 
 def _is_packed(layer: QuantizedLayer, scheme: Any) -> bool:
-    """Whether a weight is one of symmetric codes of 4 bits, eight in an int32."""
+    """Says whether a weight is one of symmetric codes of 4 bits, eight in an int32."""
     spec, weight = layer.encoding.spec, layer.weight
     return (weight.ndim == 2 and weight.shape[1] % 8 == 0 and layer.inputs is None and not _is_transposed(layer)
             and (spec.dtype, spec.symmetric, spec.scale_format) == (INT4, True, None)
@@ -145,11 +145,11 @@ def scheme_of_layer(layer: QuantizedLayer) -> Any:
 
 
 def _is_transposed(layer: QuantizedLayer) -> bool:
-    """Whether the weight has its inputs before its outputs."""
+    """Says whether the weight has its inputs before its outputs."""
     return layer.axes.outputs[0] > layer.axes.columns[0]
 
 
-def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: Original | None) -> dict[str, Tensor]:
+def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: OriginalModel | None) -> dict[str, Tensor]:
     """Name of each layer's weight in the checkpoint → its part of a weight, or of its scales or zero points.
 
     Shape: ``number`` as the weight where ``end`` is ``weight``, else as from ``scale_matrices``; of the results the

@@ -12,7 +12,7 @@ import torch
 
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.library import library
-from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.original import OriginalModel
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 LINEAR = "Linear"
@@ -25,8 +25,8 @@ EXPERTS, NUMBER = ".experts.", r"\d+"
 
 
 def write(
-    layers: Sequence[StoredLayer], in_float: Iterable[str], original: Original | None, dtype: torch.dtype, folder: Path,
-    cache: object | None = None,
+    layers: Sequence[StoredLayer], in_float: Iterable[str], original: OriginalModel | None, dtype: torch.dtype,
+    folder: Path, cache: object | None = None,
 ) -> None:
     """Writes the configs of a checkpoint.
 
@@ -74,8 +74,8 @@ def quantization_config(
 
 
 def _is_dequantized(layer: StoredLayer) -> bool:
-    """Whether transformers reads a layer alone when it dequantizes it as it loads: others are no ``nn.Linear``, or have
-    packed zero points, for which its modules have no room (seen in 5.24). Quantized inputs are lost so.
+    """Says whether transformers reads a layer alone when it dequantizes it as it loads: others are no ``nn.Linear``, or
+    have packed zero points, for which its modules have no room (seen in 5.24). Quantized inputs are lost so.
     """
     weights, inputs = layer.scheme.weights, layer.scheme.input_activations
     return layer.is_transposed or (inputs is None and not weights.symmetric and weights.strategy != "tensor")
@@ -113,7 +113,7 @@ def _targets(paths: Sequence[str], every: Set[str]) -> list[str]:
 
 
 def is_target(target: str, path: str) -> bool:
-    """Whether a group with ``target`` has the layer at ``path``; ``LINEAR``, of what no other has, is none."""
+    """Says whether a group with ``target`` has the layer at ``path``; ``LINEAR``, of what no other has, is none."""
     return target == path or (target.startswith(PATTERN) and bool(re.match(target.removeprefix(PATTERN), path)))
 
 

@@ -28,7 +28,7 @@ from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, scales_of_stored, zero_points_of_stored
-from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.original import OriginalModel
 from qtk.export.compressed_tensors.shards import Shards, opened
 from qtk.numerics.codes import codes_of, values_of
 
@@ -76,7 +76,7 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None, *, p
     if tokenizer is not None and not callable(save_tokenizer):
         raise ExportError(f"a tokenizer writes its files by save_pretrained(folder), a {type(tokenizer).__name__} has "
                           "no such method; pass one of transformers")
-    layers, original = layers_of(model), Original.of(model)
+    layers, original = layers_of(model), OriginalModel.of(model)
     tensors = checkpoint.other_tensors(model, layers.quantized)
     tensors = tensors if original is None else original.stored(tensors)
     dtype = _dtype(layers, model)
@@ -160,7 +160,7 @@ def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = False) -> None:
     """Reads the files back and compares schemes, codes, scales and zero points with the simulation.
 
-    All tensors are compared with those that the simulation gives now. What the library makes of them is compared with
+    All tensors are compared with what the simulation gives now. What the library makes of the tensors is compared with
     the numbers of the simulation: of a large weight, of its first outputs.
 
     The scales of NVFP4, which the file divides by a global scale and the simulation multiplies by its inverse, may
@@ -168,7 +168,7 @@ def compare_with_simulation(folder: Path, model: nn.Module, *, progress: bool = 
 
     Raises: ExportError naming the layer of the first difference.
     """
-    original, layers = Original.of(model), layers_of(model)
+    original, layers = OriginalModel.of(model), layers_of(model)
     divisors = layers.global_scales()
     with _layers(folder) as found:
         left = dict(found)
@@ -203,14 +203,14 @@ def _compare_schemes(name: str, layer: ReadLayer, expected: ReadLayer) -> None:
 
 
 def _have_equal_bits(stored: _Tensors, own: _Tensors) -> bool:
-    """Whether a file has these tensors of a weight and its input, and no others of them; a bias is none."""
+    """Says whether a file has these tensors of a weight and its input, and no others of them; a bias is none."""
     return {end for end in stored if end.startswith(("weight", "input"))} == own.keys() and all(
         (each.dtype, each.shape) == (stored[end].dtype, stored[end].shape)
         and torch.equal(each.flatten().view(torch.uint8), stored[end].flatten().view(torch.uint8))
         for end, each in own.items())
 
 
-def _simulated(layer: QuantizedLayer, original: Original | None) -> dict[str, ReadLayer]:
+def _simulated(layer: QuantizedLayer, original: OriginalModel | None) -> dict[str, ReadLayer]:
     """Path of each layer in the checkpoint → its numbers in the simulation, scales in the dtype of the model."""
     encoding, dtype = layer.encoding.to(torch.device("cpu")), layer.weight.dtype
     middle = encoding.spec.middle_code if encoding.zero_point is None else encoding.zero_point
@@ -250,7 +250,7 @@ def _read(tensors: dict[str, Tensor], scheme: Any) -> ReadLayer:
 
 
 def _scheme(path: str, schemes: Sequence[Any]) -> Any:
-    """The scheme of a layer: the one with a target that is its path or a pattern of it, else of all linear layers.
+    """The scheme of a layer: its target is the path or a pattern of it, else of all linear layers.
 
     Raises: LookupError if there is none, or several.
     """
@@ -264,7 +264,7 @@ def _scheme(path: str, schemes: Sequence[Any]) -> Any:
 
 
 def _arguments(scheme: Any) -> dict[str, object]:
-    """What a scheme says but for its targets: of weights and inputs, and the format."""
+    """Returns what a scheme says but for its targets: of weights and inputs, and the format."""
     found: dict[str, object] = scheme.model_dump(mode="json", exclude={"targets"}, exclude_none=True)
     return found
 
@@ -286,7 +286,7 @@ def _same(number: Tensor | None, expected: Tensor | None) -> bool:
     return torch.equal(number.flatten().double(), expected.flatten().double())
 
 
-def _paths_in_float(layers: Layers, original: Original | None, stored: Sequence[StoredLayer]) -> list[str]:
+def _paths_in_float(layers: Layers, original: OriginalModel | None, stored: Sequence[StoredLayer]) -> list[str]:
     """The linear modules that are not quantized, as the model and as its checkpoints name them."""
     quantized = {layer.path for layer in layers.quantized.values()} | {each.path for each in stored}
     names = list(layers.in_float)

@@ -75,7 +75,7 @@ class Layers:
     caches: dict[str, list[Quantizer]] = field(default_factory=dict)
 
     def siblings(self) -> list[list[QuantizedLayer]]:
-        """The layers by what they read; servers fuse those that read the same value."""
+        """The layers by what they read; servers fuse layers that read the same value."""
         groups: dict[fx.Node, list[QuantizedLayer]] = {}
         for layer in self.quantized.values():
             for value in layer.reads:
@@ -169,7 +169,7 @@ def _layer(
 
 
 def _use(flow: Flow, port: Port) -> StackUse:
-    """How the op at ``port`` multiplies a weight. Raises: NotALayer or Unsuited."""
+    """Says how the op at ``port`` multiplies a weight. Raises: NotALayer or Unsuited."""
     row = flow.row(port.user)
     weights = [own.index for own in flow.weight_ports(port.user)] if row is not None else []
     if row is None or row.kind not in KINDS or port.index not in weights:
@@ -187,7 +187,7 @@ def _quantizer_of(flow: Flow, value: fx.Node) -> Quantizer | None:
 
 
 def have_same_encoding(first: Quantizer | None, second: Quantizer | None) -> bool:
-    """Whether two inputs are quantized with the same numbers."""
+    """Says whether two inputs are quantized with the same numbers."""
     if first is None or second is None or first.spec != second.spec:
         return first is second
     one, other = first.encoding, second.encoding

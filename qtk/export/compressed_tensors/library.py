@@ -48,7 +48,7 @@ def scheme_of(weights: Mapping[str, object], inputs: Mapping[str, object] | None
 
 
 def has_rounded_cache(module: torch.nn.Module) -> bool:
-    """Whether the library, where transformers loads a checkpoint by it, rounds keys and values of an attention."""
+    """Says whether the library, where transformers loads a checkpoint by it, rounds keys and values of an attention."""
     try:
         from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
     except ImportError:  # of another version
@@ -64,7 +64,7 @@ def compressed(tensors: dict[str, Tensor], scheme: Any) -> dict[str, Tensor]:
 
 
 def codes_of_stored(tensors: Mapping[str, Tensor], scheme: Any) -> Tensor:
-    """What a layer's stored codes stand for with scales of 1: codes less zero points, float32.
+    """Returns what a layer's stored codes stand for with scales of 1: codes less zero points, float32.
 
     Shape: result as the weight.
     """

@@ -15,7 +15,7 @@ from qtk.errors import ExportError, first_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Original:
+class OriginalModel:
     """A model of transformers on the meta device, of the same class and config.
 
     Args:
@@ -27,7 +27,7 @@ class Original:
     generation_config: object | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Original | None:
+    def of(cls, model: nn.Module) -> OriginalModel | None:
         """``None`` if the model is not one of transformers.
 
         Raises: ExportError if it cannot be made of its config.

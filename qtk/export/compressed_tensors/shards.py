@@ -105,7 +105,7 @@ def _append(waiting: IO[bytes], file: IO[bytes]) -> None:
 
 @cache
 def _name_of(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype, by its own header."""
+    """Returns what safetensors calls a dtype, by its own header."""
     written = to_bytes({"x": torch.empty(0, dtype=dtype)})
     return str(json.loads(written[8:8 + int.from_bytes(written[:8], "little")])["x"]["dtype"])
 

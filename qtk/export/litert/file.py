@@ -146,7 +146,7 @@ def _layouts(value: Tensor) -> Iterator[Tensor]:
 
 
 def _holds(stored: Tensor, codes: Tensor) -> bool:
-    """Whether a constant of a file is ``codes``, in the layout of its operator."""
+    """Says whether a constant of a file is ``codes``, in the layout of its operator."""
     candidates = [each.reshape(codes.shape) for each in _layouts(stored) if each.numel() == codes.numel()]
     candidates += [stored.permute(order).reshape(codes.shape) for order in itertools.permutations(range(stored.ndim))
                    if stored.ndim <= 4 and stored.numel() == codes.numel()]

@@ -56,12 +56,12 @@ def read_contents(path: str | os.PathLike[str]) -> QuantizedFile:
 
 
 def _is_between(node: ir.Node) -> bool:
-    """Whether it is a quantizer or data movement, between ops."""
+    """Says whether it is a quantizer or data movement, between ops."""
     return node.op_type == DEQUANTIZE or node.op_type in QUANTIZES or _moves(node)
 
 
 def _moves(node: ir.Node) -> bool:
-    """Whether its results are elements of its first input; a table of codes that is looked up in is a weight."""
+    """Says whether its results are elements of its first input; a table of codes that is looked up in is a weight."""
     if node.op_type == "Gather":
         source = _source(node.inputs[0])
         return isinstance(source, ir.Node) and not (source.op_type == DEQUANTIZE and _is_stored(source))
@@ -95,7 +95,7 @@ def _stored_rank(value: ir.Value | None) -> int | None:
 
 
 def _source(value: ir.Value | None) -> ir.Node | ir.Value | None:
-    """What makes a value, data movement left out: a node, or an input of the graph; ``None`` for a constant."""
+    """Returns what makes a value, data movement left out: a node, or an input of the graph; ``None`` for a constant."""
     while value is not None:
         node = value.producer()
         if node is None:
@@ -109,7 +109,7 @@ def _source(value: ir.Value | None) -> ir.Node | ir.Value | None:
 
 
 def _readers(node: ir.Node) -> Iterator[tuple[ir.Node | str, int]]:
-    """What reads the results of a node and at which input, data movement left out."""
+    """Returns what reads the results of a node and at which input, data movement left out."""
     for value in node.outputs:
         if value.is_graph_output():
             yield OUTPUT, 0
@@ -180,7 +180,7 @@ def _granularity(node: ir.Node, scale: ir.Value, block_size: int | None, *, dyna
 
 
 def _is_0(zero: ir.Value | None, *, dynamic: bool) -> bool | None:
-    """Whether all zero points are 0; an input that is left out means so."""
+    """Says whether all zero points are 0; an input that is left out means so."""
     if zero is None:
         return True
     if zero.const_value is None:

@@ -55,7 +55,7 @@ def export(
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
 
     Raises: ExportError if a quantizer has no encoding, the graph has a site without a name, cannot be expressed in
-        ONNX or cannot be written; CaptureError if the inputs are not nested as those the model was prepared with.
+        ONNX or cannot be written; CaptureError if the inputs are not nested as in the call the model was prepared with.
     """
     sites = simulated_sites(model)
     marked = trace(model, sites, example_inputs, opset=opset)
@@ -81,7 +81,7 @@ def export(
 
 
 def read_names(path: str | os.PathLike[str]) -> set[str]:
-    """The names of all tensors in an ONNX file, those in the bodies of loops too.
+    """The names of all tensors in an ONNX file, tensors in the bodies of loops included.
 
     Raises: ExportError if the file is not ONNX.
     """
@@ -123,7 +123,7 @@ def _identity(before: ir.Node, value: ir.Value | None) -> ir.Node:
 def _name(identity: ir.Node, name: str, graph: ir.Graph, values: ValueNames, named: set[ir.Value]) -> None:
     """Names the value that an Identity stands for, and removes the Identity if nothing needs it.
 
-    A value that something else reads too has no encoding there, so it is not the one to be named; the shape of a value
+    A value that something else reads too has no encoding there, so it gets no name; the shape of a value
     may be read.
     """
     source, result = identity.inputs[0], identity.outputs[0]

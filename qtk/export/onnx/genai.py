@@ -65,7 +65,7 @@ def _inputs(graph: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def _cache(graph: fx.GraphModule) -> tuple[dict[str, Tensor], list[str]]:
-    """Name → example value of the keys and values that the graph takes, and the names of those that it returns."""
+    """Name → example value of the keys and values that the graph takes, and the names of the returned ones."""
     outputs = {name: node.meta["val"] for name, node in file_signature(graph).outputs.items()}
     past = {name: value for name, value in _inputs(graph).items() if value.is_floating_point()}
     present = [name for name in outputs if name != "logits"]
@@ -101,7 +101,7 @@ def _config(
     config: object, file_name: str, inputs: list[str], layers: int, heads: int, size: int,
     settings: Mapping[str, str],
 ) -> dict[str, object]:
-    """What the runtime reads, its documented fields."""
+    """Returns what the runtime reads, its documented fields."""
 
     def known(*names: str) -> object:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -110,7 +110,7 @@ def trace(
     ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
     Raises: ExportError if torch cannot export the graph, or not to this opset, or activations are in blocks;
-        CaptureError if the inputs are not nested as those the model was prepared with.
+        CaptureError if the inputs are not nested as in the call the model was prepared with.
     """
     sites = list(sites)
     blocks = next((site for site in sites if isinstance(site.spec.granularity, PerTokenBlock)), None)
@@ -224,7 +224,7 @@ class _ActiveTap(Tap):
 def _mark_sites(
     module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, SimulatedSite]
 ) -> bool:
-    """Replaces the quantizers in a copy of the graph of ``module`` by markers; those not in ``sites`` are removed.
+    """Replaces the quantizers in a copy of the graph of ``module`` by markers; quantizers not in ``sites`` go.
 
     Returns: whether there are any markers.
     """
@@ -255,7 +255,7 @@ def _check_padding(model: fx.GraphModule, sites: Iterable[SimulatedSite]) -> Non
 
 
 def _is_by_element(site: SimulatedSite) -> bool:
-    """Whether the codes of an element of a sequence do not depend on others."""
+    """Says whether the codes of an element of a sequence do not depend on others."""
     return isinstance(site.spec.granularity, PerToken) or not site.spec.dynamic
 
 

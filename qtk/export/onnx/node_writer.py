@@ -58,7 +58,7 @@ class NodeWriter:
         return self.node("Cast", [value], dtype, {"to": int(dtype)}, shape=value.shape).outputs[0]
 
     def initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-        """Adds a constant to the graph, or returns the one of this name."""
+        """Adds a constant to the graph, or returns the constant of this name."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         tensor = ir.tensor(array, name=name)
@@ -145,19 +145,19 @@ def dequantize_of(value: ir.Value | None) -> ir.Node | None:
 
 
 def codes_of(dequantize: ir.Node) -> ir.Value:
-    """What a DequantizeLinear reads."""
+    """Returns what a DequantizeLinear reads."""
     codes = dequantize.inputs[0]
     assert codes is not None
     return codes
 
 
 def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
-    """Whether codes are of an integer type: many operators have no float8, in ONNX or in ONNX Runtime."""
+    """Says whether codes are of an integer type: many operators have no float8, in ONNX or in ONNX Runtime."""
     return kind is not None and kind.is_integer()
 
 
 def have_equal_encodings(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two nodes quantize or dequantize by equal constants, of one type and along one axis."""
+    """Says whether two nodes quantize or dequantize by equal constants, of one type and along one axis."""
     pairs = [[None if each is None else ir.convenience.get_const_tensor(each) for each in pair]
              for pair in zip_longest(a.inputs[1:], b.inputs[1:])]
     axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else None for node in (a, b)]

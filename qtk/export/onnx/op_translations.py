@@ -83,12 +83,12 @@ class _Windows:
 
     @property
     def is_last_cut(self) -> bool:
-        """Whether in ceil mode there may be a window that ends behind the padded input."""
+        """Says whether in ceil mode there may be a window that ends behind the padded input."""
         return not isinstance(self.length, int) or self._beyond(self.length) > self._whole(self.length)
 
     @property
     def may_be_written_out(self) -> bool:
-        """Whether the input with its padding written out has as many: torch has none that begin in padding."""
+        """Says whether the input with its padding written out has as many: torch has none that begin in padding."""
         if not isinstance(self.length, int):
             return False
         reach = self.length + 2 * self.padding - self.size

@@ -46,7 +46,7 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
 
 
 def hands_on(node: fx.Node, followed: Collection[str]) -> bool:
-    """Whether a node is of case 3: it keeps the elements of its input where they are."""
+    """Says whether a node is of case 3: it keeps the elements of its input where they are."""
     is_marker = node.target is torch.ops.qtk.quantized_site.default
     return node.args[1] in followed if is_marker else row_of(node) is DROPOUT
 
@@ -159,7 +159,7 @@ def elements(node: fx.Node, index: int) -> list[fx.Node]:
 
 
 def batch_sizes_of(lengths: Tensor) -> Tensor:
-    """How many sequences have an element at each time step.
+    """Says how many sequences have an element at each time step.
 
     >>> batch_sizes_of(torch.tensor([3, 1])).tolist()
     [2, 1, 1]
@@ -215,7 +215,7 @@ def padded_to(padded: Tensor, lengths: Tensor, batch_first: bool, padding_value:
 
 
 def _has_element(batch_sizes: Tensor, sequences: Size) -> Tensor:
-    """Whether a sequence has an element at a time step, [T, N]."""
+    """Says whether a sequence has an element at a time step, [T, N]."""
     return _steps(batch_sizes, sequences) < batch_sizes.unsqueeze(1)
 
 

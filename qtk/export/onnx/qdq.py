@@ -38,7 +38,7 @@ from qtk.export.onnx.onnxruntime.passes import (
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
-from qtk.export.onnx.stored_sites import StoredSite, stored_sites
+from qtk.export.onnx.stored_sites import FileSite, stored_sites
 from qtk.export.simulated_sites import SimulatedSite, compare_encoding, simulated_sites
 from qtk.graph.graphs import STATES
 from qtk.operators.contents import Trait, contents
@@ -89,8 +89,8 @@ def export(
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, the names are not one for each
         output or are taken, a state has no codes, an op, a number format or a granularity cannot be expressed in ONNX,
-        the result is not valid ONNX or cannot be written; CaptureError if the inputs are not nested as those the model
-        was prepared with.
+        the result is not valid ONNX or cannot be written; CaptureError if the inputs are not nested as in the call
+        the model was prepared with.
     """
     path = Path(path)
     sites = simulated_sites(model)
@@ -209,7 +209,7 @@ def write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
         raise ExportError(f"the exported graph is not valid ONNX: {error}") from error
 
 
-def _compare_site(stored: StoredSite, simulated: SimulatedSite) -> None:
+def _compare_site(stored: FileSite, simulated: SimulatedSite) -> None:
     name = stored.name
     if stored.spec != simulated.spec:
         raise ExportError(f"{name}: {stored.spec} in the file and {simulated.spec} in the simulation")

@@ -42,7 +42,7 @@ SITE, SPEC = "site", "spec"
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
 (``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order; and,
-if there are any, ``constants``: the names of those that are constants of formulas, not sites."""
+if there are any, ``constants``: the names of constants of formulas, which are no sites."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> ValueNames:
@@ -219,7 +219,7 @@ class _Calibrated:
         return numbers
 
     def _scale_and_zero_point(self) -> list[ir.Value]:
-        """Initializers of scale and zero point; the latter sets the type of the codes that QuantizeLinear writes."""
+        """Initializers of scale and zero point; the zero point sets the type of the codes of QuantizeLinear."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
         if zero is None:
             zero = torch.full_like(scale, self.encoding.spec.middle_code, dtype=torch.int32)

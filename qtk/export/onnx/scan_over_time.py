@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.nn.recurrent import Step, StepParameters
+from qtk.nn.recurrent import StepParameters, TimeStep
 
 
 def scan_over_time(
-    step: Step,
+    step: TimeStep,
     x: Tensor,
     states: tuple[Tensor, ...],
     parameters: StepParameters,
@@ -36,12 +36,12 @@ def scan_over_time(
 
 
 def _has_element(x: Tensor, lengths: Tensor) -> Tensor:
-    """Whether a sequence has an element at a time step, [T, N, 1]."""
+    """Says whether a sequence has an element at a time step, [T, N, 1]."""
     return (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths.to(x.device)).unsqueeze(-1)
 
 
 def _scan(
-    step: Step, sequences: Sequence[Tensor], states: tuple[Tensor, ...], parameters: StepParameters
+    step: TimeStep, sequences: Sequence[Tensor], states: tuple[Tensor, ...], parameters: StepParameters
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Runs the cell over the projected input and, of several lengths, over which sequences have an element."""
     given = [tensor for tensor in parameters.of_cell if tensor is not None]

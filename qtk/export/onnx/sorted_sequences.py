@@ -66,7 +66,7 @@ class _Sort:
         return node.target is _ATEN.sym_size.int or (node.target is pack_padded and node.args[1] in self.sorted)
 
     def _becomes_padded(self, packing: fx.Node) -> bool:
-        """Whether no reader wants the elements packed, in an order that follows from the order of the sequences."""
+        """Says whether no reader wants the elements packed, in an order that follows from the sequences."""
         pending = elements(packing, 0)
         while pending:
             for user in pending.pop().users:
@@ -80,7 +80,7 @@ class _Sort:
         return all(user.target is _ATEN.sym_size.int or self._is_packed_here(user) for user in sizes)
 
     def _is_put_back(self, node: fx.Node) -> bool:
-        """Whether the sequences of a net or a padding are in the order of the lengths before and behind it.
+        """Says whether the sequences of a net or a padding are in the order of the lengths before and behind it.
 
         First states of a net are created or put in the order of the sort, and all but packed results are put back.
         """
@@ -121,7 +121,7 @@ class _Sort:
         return all(self._reads_lengths(each) or self._is_packed_here(each) for each in readers)
 
     def _is_packed_here(self, node: fx.Node) -> bool:
-        """Whether a net or a padding is called with the batch sizes of these lengths."""
+        """Says whether a net or a padding is called with the batch sizes of these lengths."""
         sizes = node.args[BATCH_SIZES] if packed_call(node) else node.args[1] if node.target is PAD else None
         packing = sizes.args[0] if isinstance(sizes, fx.Node) and sizes.target is operator.getitem else None
         return isinstance(packing, fx.Node) and packing.target is pack_padded and packing.args[1] in self.sorted

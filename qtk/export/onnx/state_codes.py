@@ -70,7 +70,7 @@ def _name(value: ir.Value | None) -> str | None:
 
 
 def _between(quantize: ir.Node) -> list[ir.Value]:
-    """What a QuantizeLinear reads, back to the input of the file that it quantizes."""
+    """Returns what a QuantizeLinear reads, back to the input of the file that it quantizes."""
     values = [quantize.inputs[0]]
     while (value := values[-1]) is not None and (producer := value.producer()) is not None:
         values.append(producer.inputs[0])
@@ -122,7 +122,7 @@ def _return_codes(graph: ir.Graph, names: ValueNames, pair: _Pair) -> None:
 
 
 def _is_alike(dequantize: ir.Node, pair: _Pair) -> bool:
-    """Whether a node dequantizes computed codes as the input of the pair is dequantized."""
+    """Says whether a node dequantizes computed codes as the input of the pair is dequantized."""
     codes = dequantize.inputs[0]
     if dequantize.op_type != "DequantizeLinear" or codes is None or codes.is_initializer():
         return False

@@ -25,7 +25,7 @@ from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
-from qtk.nn.recurrent import SEQUENCES, Kind, Recurrent, RecurrentCell, Step, StepParameters
+from qtk.nn.recurrent import SEQUENCES, Kind, Recurrent, RecurrentCell, StepParameters, TimeStep
 
 ONE_OPERATOR = ("lstm", "gru")
 """Kinds of recurrent nets that torch's exporter translates."""
@@ -43,7 +43,7 @@ torch.library.define(DYNAMIC_LSTM, "(Tensor x, Tensor hidden, Tensor cell, Tenso
 
 
 def _results(x: Tensor, hidden: Tensor, cell: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors like those that the op returns: x [T, N, I], states [N, H] → [T, N, H], and states."""
+    """Tensors like the outputs of the op: x [T, N, I], states [N, H] → [T, N, H], and states."""
     return x.new_empty(*x.shape[:2], hidden.shape[-1]), torch.empty_like(hidden), torch.empty_like(cell)
 
 
@@ -61,7 +61,7 @@ class DynamicStep:
 def step_operators(
     call: fx.Node, copied: Recurrent | RecurrentCell, sites: Mapping[fx.Node, SimulatedSite], *, contrib_operators: bool
 ) -> StepOperators:
-    """What runs the steps of a composite in a file.
+    """Returns what runs the steps of a composite in a file.
 
     Args:
         call: the call of the composite, with quantizers in its graphs.
@@ -98,7 +98,7 @@ class StepOperators:
         self._kind, self._dynamic, self._quantized = kind, dynamic, quantized
 
     def __call__(
-        self, step: Step, x: Tensor, states: tuple[Tensor, ...], parameters: StepParameters,
+        self, step: TimeStep, x: Tensor, states: tuple[Tensor, ...], parameters: StepParameters,
         batch_sizes: Tensor | None, *, backwards: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if step in self._dynamic:
@@ -153,7 +153,7 @@ def _dynamic_step(
 
 
 def _fits_kernel(site: SimulatedSite) -> bool:
-    """Whether a site is a weight of int8 codes, with one scale or one for each row."""
+    """Says whether a site is a weight of int8 codes, with one scale or one for each row."""
     spec = site.spec
     return (
         site.constant is not None and site.constant.dtype == torch.float32 and spec.dtype.name == "int8"

@@ -43,7 +43,7 @@ def opset_for(weights: Iterable[QuantSpec], activations: Iterable[QuantSpec]) ->
 
 
 def needs_21(spec: QuantSpec, *, stored: bool) -> str | None:
-    """What of a spec QuantizeLinear has since opset 21 only; ``None`` if 19 has it all.
+    """Returns what of a spec QuantizeLinear has since opset 21 only; ``None`` if 19 has it all.
 
     Args:
         spec: how a value is quantized.

@@ -22,7 +22,7 @@ from qtk.export.onnx.qdq_nodes import SITES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredSite:
+class FileSite:
     """A DequantizeLinear of an exported file, in the body of a Scan too; a model's own loop has one per iteration.
 
     Args:
@@ -58,7 +58,7 @@ class StoredSite:
         return default if attribute is None else attribute.as_int()
 
 
-def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
+def stored_sites(path: str | os.PathLike[str]) -> Iterator[FileSite]:
     """The sites in a file that qtk exported, in graph order.
 
     Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
@@ -87,9 +87,9 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
 
 def _stored_site(
     node: ir.Node, site: str, spec: QuantSpec, axes: tuple[int, ...], path: str | os.PathLike[str]
-) -> StoredSite:
+) -> FileSite:
     try:
-        return StoredSite(site, spec, None if spec.dynamic else _encoding(node, spec, axes), node, axes)
+        return FileSite(site, spec, None if spec.dynamic else _encoding(node, spec, axes), node, axes)
     except (QtkError, ValueError) as error:
         raise ExportError(f"{path}: {site}: {error}") from error
 
@@ -104,7 +104,7 @@ def _encoding(node: ir.Node, spec: QuantSpec, axes: tuple[int, ...]) -> Encoding
 
 
 def _once_a_block(numbers: Tensor, sizes: Shape, block_axis: int) -> Tensor:
-    """One entry for each block, of those that the file repeats along all axes but the one that it cuts into blocks."""
+    """One entry for each block, of entries that a file repeats along all axes but the axis cut into blocks."""
     for axis, size in enumerate(sizes):
         if axis != block_axis:
             step = max(numbers.shape[axis], 1) if size == WHOLE else size
@@ -113,7 +113,7 @@ def _once_a_block(numbers: Tensor, sizes: Shape, block_axis: int) -> Tensor:
 
 
 def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """What is stored with its axes in another order, in the order of the site."""
+    """Returns what is stored with its axes in another order, in the order of the site."""
     return stored.permute([axes.index(axis) for axis in range(len(axes))]).contiguous() if axes else stored
 
 

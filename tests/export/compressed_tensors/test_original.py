@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.compressed_tensors.original import Original
+from qtk.export.compressed_tensors.original import OriginalModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +17,7 @@ def test_experts_are_taken_apart_as_they_are_saved():
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=16, num_local_experts=3)).eval()
     prepared = qtk.prepare_model(model, {"input_ids": torch.ones(1, 8, dtype=torch.long), "use_cache": False})
-    found = Original.of(prepared)
+    found = OriginalModel.of(prepared)
     assert found.config()["architectures"] == ["MixtralForCausalLM"]
     assert found.config()["num_local_experts"] == 3
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -31,5 +31,5 @@ def test_experts_are_taken_apart_as_they_are_saved():
 
 
 def test_other_models_have_none():
-    assert Original.of(qtk.prepare_model(nn.Linear(4, 4).eval(), torch.randn(2, 4))) is None
-    assert Original.of(nn.Linear(4, 4)) is None
+    assert OriginalModel.of(qtk.prepare_model(nn.Linear(4, 4).eval(), torch.randn(2, 4))) is None
+    assert OriginalModel.of(nn.Linear(4, 4)) is None

@@ -29,7 +29,7 @@ def drop_zeros_of_convolutions(graph: ir.Graph) -> None:
 
 
 def _is_integer(node: ir.Node) -> bool:
-    """Whether it is a convolution of codes, whose result is rounded to codes of 8 bits."""
+    """Says whether it is a convolution of codes, whose result is rounded to codes of 8 bits."""
     if node.op_type != "Conv" or dequantize_of(node.inputs[0]) is None:
         return False
     readers = [reader for reader, _ in node.outputs[0].uses()]

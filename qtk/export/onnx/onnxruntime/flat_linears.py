@@ -44,7 +44,7 @@ def _flatten(node: fx.Node) -> None:
             for axis, length in enumerate(result.shape)
         ]
         matrix = graph.call_function(_ATEN.reshape.default, (value, [-1, value.meta["val"].shape[-1]]))
-    if sum(isinstance(size, fx.Node) for size in sizes) == 1:  # the one that follows from the others
+    if sum(isinstance(size, fx.Node) for size in sizes) == 1:  # it follows from the others
         sizes = [-1 if isinstance(size, fx.Node) else size for size in sizes]
     last = _activated(node)
     with graph.inserting_after(last):

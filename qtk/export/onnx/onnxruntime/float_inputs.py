@@ -48,7 +48,7 @@ def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str], contrib_oper
 
 
 def _is_quantized(flow: Flow, value: fx.Node) -> bool:
-    """Whether a value is codes, moved: of a quantizer, or of an attention whose results are quantized inside."""
+    """Says whether a value is codes, moved: of a quantizer, or of an attention whose results are quantized inside."""
     root = flow.root(value)
     if quantizer_called(root) is not None:
         return True

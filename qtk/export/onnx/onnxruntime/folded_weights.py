@@ -46,7 +46,7 @@ def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:
 
 
 def _fits_function(dequantize: ir.Node) -> bool:
-    """Whether it reads stored codes of two axes or more with one scale, or a matrix with one for each row."""
+    """Says whether it reads stored codes of two axes or more with one scale, or a matrix with one for each row."""
     codes, axis = codes_of(dequantize), dequantize.attributes.get("axis")
     if not codes.is_initializer() or codes.shape is None or len(dequantize.inputs) < 3:
         return False
@@ -66,7 +66,7 @@ def _only_for_float(value: ir.Value, graph: ir.Graph) -> bool:
 
 
 def _computes_in_float(node: ir.Node, constant: ir.Value) -> bool:
-    """Whether an elementwise operator has an operand or a result that is not quantized."""
+    """Says whether an elementwise operator has an operand or a result that is not quantized."""
     others = [value for value in node.inputs if value is not constant]
     return not all(_is_dequantized(value) for value in others) or not _is_quantized(node.outputs[0])
 
@@ -79,7 +79,7 @@ def _is_dequantized(value: ir.Value | None) -> bool:
 
 
 def _is_quantized(value: ir.Value) -> bool:
-    """Whether a reader quantizes a value, possibly behind a rectifier."""
+    """Says whether a reader quantizes a value, possibly behind a rectifier."""
     return any(
         reader.op_type in QUANTIZING
         or (reader.op_type in (*ARRANGING, "Relu", "Clip") and _is_quantized(reader.outputs[0]))
@@ -88,7 +88,7 @@ def _is_quantized(value: ir.Value) -> bool:
 
 
 def _is_in_float_body(node: ir.Node, graph: ir.Graph) -> bool:
-    """Whether a node is in the body of a loop in which nothing is quantized."""
+    """Says whether a node is in the body of a loop in which nothing is quantized."""
     body = node.graph
     return body is not None and body is not graph and not any(each.op_type in QUANTIZING for each in body)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.onnxruntime.max_of_one import read_through_max
+from qtk.export.onnx.onnxruntime.qdq_barrier import insert_barrier
 
 FORMULAS = ("Sigmoid", "Div", "Erf", "Add", "Mul")
 """Operators that the formulas consist of."""
@@ -26,7 +26,7 @@ def fuse_activations(graph: ir.Graph, names: ValueNames) -> None:
         for factor, other in (product.inputs, tuple(reversed(product.inputs))):
             if factor is not None and (_is_sigmoid_of(other, factor) or _gelu_with_half_inside(product, factor, other)):
                 reads = [(reader, index) for reader, index in factor.uses() if _leads_to(reader, product)]
-                read_through_max(factor, reads, names)
+                insert_barrier(factor, reads, names)
                 break
 
 
@@ -36,7 +36,7 @@ def _is_sigmoid_of(value: ir.Value | None, x: ir.Value) -> bool:
 
 
 def _gelu_with_half_inside(product: ir.Node, x: ir.Value, other: ir.Value | None) -> bool:
-    """Whether ``other`` is ½ · (1 + erf(x / √2)). If so, ``product`` with it becomes a product of ½ (case 1)."""
+    """Says whether ``other`` is ½ · (1 + erf(x / √2)). If so, ``product`` with it becomes a product of ½ (case 1)."""
     half, plus_one = _scaled(other, 0.5)
     added = _only_made_by(plus_one, "Add")
     if half is None or plus_one is None or added is None:
@@ -72,7 +72,7 @@ def _only_made_by(value: ir.Value | None, op: str) -> ir.Node | None:
 
 
 def _leads_to(node: ir.Node, product: ir.Node) -> bool:
-    """Whether ``node`` is part of the formula that ends in ``product``."""
+    """Says whether ``node`` is part of the formula that ends in ``product``."""
     while node is not product:
         readers = [reader for reader, _ in node.outputs[0].uses()]
         if len(readers) != 1 or node.op_type not in FORMULAS:

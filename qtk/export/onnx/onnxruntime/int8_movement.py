@@ -1,7 +1,7 @@
 """Quantizes int8 values on both sides of data movement, so that ONNX Runtime has nothing to add there.
 
 ONNX Runtime (seen in 1.31) moves QuantizeLinear and DequantizeLinear through data movement, and since opset 21 writes
-the type of the codes into those that it adds; where it then makes int8 values uint8, as on x86, it refuses its own
+the type of the codes into nodes that it adds; where it then makes int8 values uint8, as on x86, it refuses its own
 graph: "output_dtype INT8 does not match y_zero_point type UINT8". Quantizing a dequantized value again gives the same
 codes, so values do not change. The cases:
 

@@ -5,7 +5,7 @@
 2. A bias added to a product of two axes, or of fixed lengths, with a dynamically quantized value is negated and
    subtracted: ONNX Runtime would make a Gemm of MatMul and Add before it looks for integers.
 3. A weight in blocks that is transposed before it is read is stored transposed: ONNX Runtime transposes stored codes
-   by itself, but not those in blocks.
+   by itself, but not weights in blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _subtract_bias(add: ir.Node, names: ValueNames) -> None:
 
 
 def _becomes_gemm(product: ir.Node, shape: ir.Shape | None) -> bool:
-    """Whether a product of dynamically quantized values and a stored weight becomes a Gemm with the Add behind it."""
+    """Says whether a product of dynamically quantized values and a stored weight becomes a Gemm with its Add."""
     if product.op_type != "MatMul" or len(product.outputs[0].uses()) > 1:
         return False
     left, right = (_before_transpose(value) for value in product.inputs)

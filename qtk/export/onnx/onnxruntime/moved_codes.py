@@ -32,7 +32,7 @@ CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that ONNX Runtime carries QuantizeLinear and DequantizeLinear through."""
 
 FOLLOWED = (*CARRIED, "Identity")
-"""Those, and one that it removes."""
+"""The same, and one that it removes."""
 
 NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Where", "Concat", "MaxPool")
 
@@ -44,7 +44,7 @@ CHOSEN = (ir.DataType.UINT8, ir.DataType.INT8)
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
-    """Lets the operators of these cases, and those in front of them that move values, move codes. In place."""
+    """Lets the operators of these cases, and operators in front that move values, move codes. In place."""
     nodes = DequantizeNodes(names)
     for node in list(graph):
         if node.op_type == "Shape" and (dequantize := dequantize_of(node.inputs[0])) is not None:
@@ -77,7 +77,7 @@ def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def carries_codes(value: ir.Value | None) -> bool:
-    """Whether ONNX Runtime carries a DequantizeLinear of computed codes to ``value``."""
+    """Says whether ONNX Runtime carries a DequantizeLinear of computed codes to ``value``."""
     dequantize = dequantize_of(value)
     if dequantize is not None:
         return not codes_of(dequantize).is_initializer()
@@ -86,7 +86,7 @@ def carries_codes(value: ir.Value | None) -> bool:
 
 
 def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two DequantizeLinear read the same scale and zero point."""
+    """Says whether two DequantizeLinear read the same scale and zero point."""
     return bool(a.inputs[1:] == b.inputs[1:])
 
 

@@ -25,21 +25,21 @@ from qtk.export.onnx.onnxruntime.fused_activations import fuse_activations
 from qtk.export.onnx.onnxruntime.hard_sigmoids import add_hard_sigmoids
 from qtk.export.onnx.onnxruntime.int8_movement import quantize_around_movement
 from qtk.export.onnx.onnxruntime.linear_nodes import fuse_linear_layers
-from qtk.export.onnx.onnxruntime.max_of_one import PRODUCTS as WITH_WEIGHTS
-from qtk.export.onnx.onnxruntime.max_of_one import (
+from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, move_codes
+from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
+from qtk.export.onnx.onnxruntime.qdq_barrier import PRODUCTS as WITH_WEIGHTS
+from qtk.export.onnx.onnxruntime.qdq_barrier import (
     WITH_BIAS,
     keep_axis_scales_float,
     keep_float_biases,
     keep_float_weights,
     keep_softmax_float,
 )
-from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, move_codes
-from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
 from qtk.export.onnx.onnxruntime.quantized_scan import carry_codes
-from qtk.export.onnx.onnxruntime.right_weights import put_weights_right
 from qtk.export.onnx.onnxruntime.scalar_ranks import ELEMENTWISE, rank_scalars
 from qtk.export.onnx.onnxruntime.separate_weights import separate_weights
 from qtk.export.onnx.onnxruntime.stacked_products import PRODUCTS, multiply_stacks, restore_operands
+from qtk.export.onnx.onnxruntime.weight_on_right import move_weight_to_rhs
 from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.storage_types import BLOCK_OPSET
 
@@ -97,10 +97,10 @@ BEFORE_SITES_ARE_LISTED = (
     Pass("pool_codes", "ReduceMean has no integer kernel", "1.31", _of_graph(pool_codes), _any_of("ReduceMean")),
     Pass("add_hard_sigmoids", "HardSigmoid has no integer kernel", "1.31", _of_graph(add_hard_sigmoids),
          _any_of("HardSigmoid")),
-    Pass("put_weights_right", "products with a stored left factor, and Einsum, compute in float", "1.31",
-         _of_graph(put_weights_right), _any_of("MatMul", "Einsum")),
+    Pass("move_weight_to_rhs", "products with a stored left factor, and Einsum, compute in float", "1.31",
+         _of_graph(move_weight_to_rhs), _any_of("MatMul", "Einsum")),
     Pass("fuse_linear_layers", "Gemm of a float or a dynamically quantized value computes in float", "1.31",
-         _of_graph(fuse_linear_layers), _any_of("Gemm", "MatMul", "Transpose"), after=("put_weights_right",)),
+         _of_graph(fuse_linear_layers), _any_of("Gemm", "MatMul", "Transpose"), after=("move_weight_to_rhs",)),
     Pass("fuse_activations", "GELU and SiLU between codes stay several operators", "1.31", _of_graph(fuse_activations),
          _any_of("Erf", "Sigmoid")),
     Pass("keep_softmax_float", "QLinearSoftmax computes other codes", "1.31, 1.32", _of_graph(keep_softmax_float),
@@ -148,7 +148,7 @@ def run_passes(
 
 
 def file_contents(model: ir.Model) -> set[object]:
-    """The operators of a file, those that compute sizes and conditions left out, attributes, and types of values."""
+    """The operators of a file, sizes and conditions left out, attributes, and types of values."""
     nodes = list(model.graph.all_nodes())
     operators = {node.op_type for node in nodes if node.op_type in (*LOOPS, "Shape") or not _computes_sizes(node)}
     made = [value for node in nodes for value in node.outputs]
@@ -157,7 +157,7 @@ def file_contents(model: ir.Model) -> set[object]:
 
 
 def _computes_sizes(node: ir.Node) -> bool:
-    """Whether a node makes integers of 64 bits or conditions, by its results, else by what it reads."""
+    """Says whether a node makes integers of 64 bits or conditions, by its results, else by what it reads."""
     kinds = {value.dtype for value in node.outputs} - {None} or {value.dtype for value in node.inputs if value}
     return bool(kinds) and kinds <= {ir.DataType.INT64, ir.DataType.BOOL}
 

@@ -24,7 +24,7 @@ def _is_of_images(node: ir.Node) -> bool:
 
 
 def _quantizes(value: ir.Value) -> bool:
-    """Whether a value is quantized, and nothing else."""
+    """Says whether a value is quantized, and nothing else."""
     readers = [reader for reader, _ in value.uses()]
     return bool(readers) and not value.is_graph_output() and all(
         reader.op_type == "QuantizeLinear"

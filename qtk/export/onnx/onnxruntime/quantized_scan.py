@@ -129,7 +129,7 @@ class _Scan:
 
 
 def _is_zero(value: ir.Value) -> bool:
-    """Whether a value is made of constant zeros."""
+    """Says whether a value is made of constant zeros."""
     while (constant := ir.convenience.get_const_tensor(value)) is None:
         producer = value.producer()
         source = producer.inputs[0] if producer is not None and producer.op_type in MOVEMENT else None

@@ -39,7 +39,7 @@ def _is_scalar(dequantize: ir.Node) -> bool:
 
 
 def _with_rank(dequantize: ir.Node, rank: int, dequantizes: DequantizeNodes, names: ValueNames) -> ir.Value:
-    """What dequantizes the codes of ``dequantize`` in ``rank`` axes of length 1."""
+    """Returns what dequantizes the codes of ``dequantize`` in ``rank`` axes of length 1."""
     codes = codes_of(dequantize)
     assert codes.const_value is not None
     assert dequantize.graph is not None

@@ -41,7 +41,7 @@ def separate_weights(model: ir.Model) -> None:
 
 
 def _readers(codes: ir.Value, graph: ir.Graph) -> list[_Reader]:
-    """What reads the dequantized codes; none if something else reads the codes."""
+    """Returns what reads the dequantized codes; none if something else reads the codes."""
     readers = []
     for dequantize, place in codes.uses():
         value = dequantize.outputs[0]

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow
+from qtk.graph.value_kinds import ValueKind, value_kinds
 
 X, IDS = torch.randn(6, 4), torch.arange(6) % 3
 
@@ -21,7 +21,7 @@ def nature_of_output(function, *inputs, dynamic_shapes="batch"):
 
     graph = qtk.prepare_model(Net(), inputs, dynamic_shapes=dynamic_shapes, verify=False).graph
     (output,) = graph.output_node().all_input_nodes
-    return natures(graph, Flow(graph))[output]
+    return value_kinds(graph, Flow(graph))[output]
 
 
 @pytest.mark.medium
@@ -42,7 +42,7 @@ def nature_of_output(function, *inputs, dynamic_shapes="batch"):
     ],
 )
 def test_counts_indices_offsets_and_masks_are_counts_whatever_their_type(function):
-    assert nature_of_output(function, X, IDS) is Nature.COUNT
+    assert nature_of_output(function, X, IDS) is ValueKind.COUNT
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_counts_indices_offsets_and_masks_are_counts_whatever_their_type(functio
     ],
 )
 def test_integer_inputs_and_rounded_data_may_be_either(function):
-    assert nature_of_output(function, X, IDS, dynamic_shapes=None) is Nature.INTEGER
+    assert nature_of_output(function, X, IDS, dynamic_shapes=None) is ValueKind.INTEGER
 
 
 @pytest.mark.medium
@@ -73,4 +73,4 @@ def test_integer_inputs_and_rounded_data_may_be_either(function):
     ],
 )
 def test_data_selected_or_multiplied_by_indices_is_data(function):
-    assert nature_of_output(function, X, IDS) is Nature.REAL
+    assert nature_of_output(function, X, IDS) is ValueKind.REAL

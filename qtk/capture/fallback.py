@@ -31,11 +31,11 @@ from qtk.capture.packed import build_packed
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph
 from qtk.capture.recurrent_tracing import takes_packed
+from qtk.capture.restored import restored
 from qtk.capture.scans import scans_as_ops
 from qtk.capture.torch_export import RUNGS, Capture, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
-from qtk.capture.untouched import untouched
-from qtk.capture.verify_prepared import Outcome, difference_over_calls
+from qtk.capture.verify_prepared import RunResult, difference_over_calls
 from qtk.core.needs import found_where
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, first_line
 from qtk.graph.coverage import unknown_ops
@@ -64,7 +64,7 @@ class Surroundings:
 
 def capture_graph(
     model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, *, verify: bool,
-    expected: Outcome | None = None, around: Surroundings = Surroundings(),
+    expected: RunResult | None = None, around: Surroundings = Surroundings(),
 ) -> PreparedGraph:
     """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
@@ -127,7 +127,7 @@ def _example(model: nn.Module, calls: Sequence[Call]) -> Call:
         )
     example = max(calls, key=lambda call: call.numel)
     if example.numel == 0:
-        with untouched(model):
+        with restored(model):
             example = with_rows(model.eval(), example)
     return example
 
@@ -161,7 +161,7 @@ def _at_other_sizes(
 
 
 def _verified(
-    model: nn.Module, graph: PreparedGraph, *, calls: Sequence[Call], expected: Outcome | None
+    model: nn.Module, graph: PreparedGraph, *, calls: Sequence[Call], expected: RunResult | None
 ) -> PreparedGraph:
     """``graph``, with the difference in its report. Raises: as ``difference_over_calls``."""
     graph.meta[REPORT] = replace(graph.report, eval_difference=max(
@@ -175,7 +175,7 @@ def _on_rung(
 ) -> tuple[PreparedGraph, Call | None]:
     """The graph, and the call that it was exported with; ``None`` if it was not. ``reasons``: of the rungs before."""
     place, train_only = around.place, around.train_only
-    with untouched(model):
+    with restored(model):
         source, sizes, model = None, ServedSizes(place=place), model.eval()
         names: Mapping[LeafAxis, str] = {}
         known: Collection[int] = ()

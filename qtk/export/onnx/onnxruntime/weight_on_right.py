@@ -17,7 +17,7 @@ from qtk.export.onnx.node_writer import codes_of
 from qtk.export.onnx.onnxruntime.linear_nodes import inserted, replace_by
 
 
-def put_weights_right(graph: ir.Graph, names: ValueNames) -> None:
+def move_weight_to_rhs(graph: ir.Graph, names: ValueNames) -> None:
     """Rewrites every such product of ``graph`` and its subgraphs. In place."""
     for node in list(graph.all_nodes()):
         if len(node.inputs) != 2:

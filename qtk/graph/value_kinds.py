@@ -18,7 +18,7 @@ CLOCK = "qtk_clock"
 """The label of what reads a buffer that another graph of the model counts in."""
 
 
-class Nature(enum.Enum):
+class ValueKind(enum.Enum):
     """What the elements of a tensor are; of several operands the first in this order decides."""
 
     REAL = "data"
@@ -26,7 +26,7 @@ class Nature(enum.Enum):
     COUNT = "counts, indices, offsets or masks"
 
 
-def natures(graph: fx.Graph, flow: Flow) -> dict[fx.Node, Nature]:
+def value_kinds(graph: fx.Graph, flow: Flow) -> dict[fx.Node, ValueKind]:
     """The nature of the value of every node of a graph.
 
     After arithmetic and movement a tensor is what its operands are; parameters and constants among them do not matter.
@@ -38,38 +38,38 @@ def natures(graph: fx.Graph, flow: Flow) -> dict[fx.Node, Nature]:
     ...     def forward(self, ids, x):
     ...         return (ids == 0).float().mean() + x, ids.float() * 0.1
     >>> graph = qtk.prepare_model(Share(), (torch.arange(4), torch.randn(4))).graph
-    >>> [(node.name, nature.name) for node, nature in natures(graph, Flow(graph)).items()
+    >>> [(node.name, nature.name) for node, nature in value_kinds(graph, Flow(graph)).items()
     ...  if node.op != 'output' and node.meta['val'].is_floating_point()]
     ... # doctest: +NORMALIZE_WHITESPACE
     [('x', 'REAL'), ('to', 'COUNT'), ('mean', 'COUNT'), ('add', 'REAL'), ('to_1', 'INTEGER'), ('mul', 'INTEGER')]
     """
-    known: dict[fx.Node, Nature] = {}
+    known: dict[fx.Node, ValueKind] = {}
     for node in graph.nodes:
         known[node] = _nature(node, flow, known)
     return known
 
 
-def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Nature:
+def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, ValueKind]) -> ValueKind:
     value, row = node.meta.get("val"), flow.row(node)
     is_real = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
     if is_clock(node):
-        return Nature.COUNT
+        return ValueKind.COUNT
     if node.op in ("placeholder", "get_attr") or is_state(node):
         is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool
-        return Nature.REAL if is_real else Nature.COUNT if is_mask else Nature.INTEGER
+        return ValueKind.REAL if is_real else ValueKind.COUNT if is_mask else ValueKind.INTEGER
     if row is not None and (row.role is Role.COUNT or row is INDICES):
-        return Nature.COUNT
+        return ValueKind.COUNT
     if row is not None and (row.keeps_elements or row.counts):
         operands = {known[read] for read in _operands(maker(node), row) if not _is_neutral(read, flow)}
-        nature = next((nature for nature in Nature if nature in operands), Nature.REAL)
-        if is_real or nature is not Nature.REAL:
+        nature = next((nature for nature in ValueKind if nature in operands), ValueKind.REAL)
+        if is_real or nature is not ValueKind.REAL:
             return nature
-        return Nature.INTEGER if row.kind == IDENTITY.kind else Nature.COUNT
-    return Nature.REAL if is_real else Nature.COUNT
+        return ValueKind.INTEGER if row.kind == IDENTITY.kind else ValueKind.COUNT
+    return ValueKind.REAL if is_real else ValueKind.COUNT
 
 
 def is_clock(node: fx.Node) -> bool:
-    """Whether ``node`` reads a buffer whose next value depends on itself alone: the number of calls, a phase.
+    """Says whether ``node`` reads a buffer whose next value depends on itself alone: the number of calls, a phase.
 
     A graph that passes it on unchanged does not tell; the label ``CLOCK`` says what the graph does that changes it.
     """
@@ -94,6 +94,6 @@ def _operands(op: fx.Node, row: OpRow) -> list[fx.Node]:
 
 
 def _is_neutral(node: fx.Node, flow: Flow) -> bool:
-    """Whether the value is a parameter, or a number that does not depend on data."""
+    """Says whether the value is a parameter, or a number that does not depend on data."""
     row = flow.row(node)
     return flow.is_static(node) or (row is not None and row.role is Role.CREATE and row is not INDICES)

@@ -21,7 +21,7 @@ PARENT = "_parent"
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Restores attributes, training flags and buffer values of every module of ``model``, and the random state.
 
     Lists and dicts that are attributes get their items back, tensors that are attributes their values.

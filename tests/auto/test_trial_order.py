@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import CHAINS, DYNAMIC, LEARNED, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, ladder
+from qtk.auto.trial_order import CHAINS, DYNAMIC, LEARNED, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, trial_order
 
 PLAIN = Choices("min_max")
 
@@ -18,7 +18,7 @@ def by_sites(choices):
 def run(keeps, sites=(), first=PLAIN, price=by_sites, **options):
     """Every step of a run that keeps the choices of which ``keeps`` is true."""
     kept, steps = [first], []
-    for step, choices in ladder(lambda: kept[-1], lambda: sites, price, **options):
+    for step, choices in trial_order(lambda: kept[-1], lambda: sites, price, **options):
         steps.append((step, choices))
         if keeps(choices):
             kept.append(choices)
@@ -63,7 +63,7 @@ def test_precise_sites_double_up_to_their_largest_share(count):
 
 
 def test_sites_are_ranked_only_when_nothing_cheaper_is_left():
-    ranked, names = [], iter(ladder(lambda: PLAIN, lambda: ranked.append(1) or ["a"], by_sites))
+    ranked, names = [], iter(trial_order(lambda: PLAIN, lambda: ranked.append(1) or ["a"], by_sites))
     for step, _ in names:
         assert bool(ranked) == (step == "the worst site precise")
     assert ranked == [1]

@@ -15,7 +15,7 @@ STATE_IS_RESTORED = ContextVar("STATE_IS_RESTORED", default=False)
 """Set while a second run finds all buffers as they were before the first."""
 
 
-def refuse_second_run(what: str) -> None:
+def refuse_recomputation(what: str) -> None:
     """Raises: CaptureError in a second run that does not find the state of the first.
 
     Args:

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtk
 from qtk.errors import CaptureError
-from qtk.nn.second_run import STATE_IS_RESTORED, refuse_second_run
+from qtk.nn.recomputation_guard import STATE_IS_RESTORED, refuse_recomputation
 from tests.test_live_batch_norms import AT_EXPORT, BATCHES, TARGET, simulation
 
 FOLDED = {"version": 1, "extends": "default"}
@@ -102,14 +102,14 @@ def test_a_hook_of_a_backward_pass_is_refused_unless_it_restores_the_state():
 
     def second_run(gradient):
         with pytest.raises(CaptureError, match="it has moved in the forward pass, which a backward pass runs a second"):
-            refuse_second_run("it has moved")
+            refuse_recomputation("it has moved")
         token = STATE_IS_RESTORED.set(True)
-        refuse_second_run("it has moved")
+        refuse_recomputation("it has moved")
         STATE_IS_RESTORED.reset(token)
         said.append(1)
 
     x = torch.ones(2, requires_grad=True)
     x.register_hook(second_run)
-    refuse_second_run("it has moved")
+    refuse_recomputation("it has moved")
     x.sum().backward()
     assert said == [1]

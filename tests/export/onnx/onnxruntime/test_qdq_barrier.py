@@ -7,7 +7,7 @@ from torch import nn
 
 import qtk
 from qtk.export.onnx.names import ValueNames
-from qtk.export.onnx.onnxruntime.max_of_one import read_through_max
+from qtk.export.onnx.onnxruntime.qdq_barrier import insert_barrier
 from qtk.runtimes.executed_nodes import executed_nodes
 from qtk.runtimes.session import create_session
 from tests.export.onnx.onnxruntime.test_flat_linears import exported, optimized_kinds, steps
@@ -30,7 +30,7 @@ def chain(first, second):
 ])
 def test_only_dequantized_values_are_read_through_max(first, second, through):
     names, value, reader = chain(first, second)
-    read_through_max(value, [(reader, 0)], names)
+    insert_barrier(value, [(reader, 0)], names)
     (source,) = reader.inputs
     assert (source is value) is not through
     if through:

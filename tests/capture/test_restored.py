@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.untouched import noting_changes, untouched
+from qtk.capture.restored import noting_changes, restored
 
 
 class Net(nn.Module):
@@ -26,7 +26,7 @@ def test_everything_is_as_it_was():
     model.bn.eval()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     weight, random = model.fc.weight, torch.get_rng_state()
-    with untouched(model):
+    with restored(model):
         model.train()(torch.randn(3, 2))
         model.new = 3
         model.fc.weight = nn.Parameter(torch.zeros(2, 2))
@@ -52,7 +52,7 @@ def test_also_after_an_error():
         model.bn.running_mean += 1
         raise RuntimeError("stop")
 
-    with pytest.raises(RuntimeError, match="stop"), untouched(model):
+    with pytest.raises(RuntimeError, match="stop"), restored(model):
         fail()
     assert float(model.bn.running_mean.abs().max()) == 0
 
@@ -71,7 +71,7 @@ def test_lists_and_dicts_get_their_items_back():
 
     model = Collects()
     seen, named = model.seen, model.named
-    with untouched(model):
+    with restored(model):
         model(torch.ones(1))
     assert model.seen is seen
     assert model.named is named
@@ -80,7 +80,7 @@ def test_lists_and_dicts_get_their_items_back():
 
 def test_scripted_modules_keep_their_mode():
     model = nn.Sequential(torch.jit.script(nn.Dropout()), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
-    with untouched(model):
+    with restored(model):
         model.eval()(torch.ones(1, 2))
     assert model[0].training
 
@@ -88,7 +88,7 @@ def test_scripted_modules_keep_their_mode():
 def test_tensors_that_are_attributes_get_their_values_back():
     model = nn.Linear(2, 2)
     model.sum = torch.zeros(2)
-    with untouched(model):
+    with restored(model):
         model.sum += 1
     assert float(model.sum.sum()) == 0
 

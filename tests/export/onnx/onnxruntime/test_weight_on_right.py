@@ -69,7 +69,7 @@ def test_other_targets_compute_the_same(name, config, tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["left", "einsum"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
-    leave_out(monkeypatch, "put_weights_right")
+    leave_out(monkeypatch, "move_weight_to_rhs")
     exported(RIGHT[name](), X, tmp_path / "out")
     assert optimized_kinds(tmp_path / "out").keys() & {"MatMul", "FusedMatMul", "Einsum"}
 

@@ -34,7 +34,7 @@ PRODUCTS = (*WITH_BIAS, "MatMul")
 EIGHT_BITS = frozenset((ir.DataType.INT8, ir.DataType.UINT8))
 
 
-def read_through_max(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
+def insert_barrier(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
     """Lets nodes, each at the index of one of its inputs, read ``x`` through Max, if ``x`` is dequantized. In place."""
     if carries_codes(x):
         max_behind(x, reads, names)
@@ -57,7 +57,7 @@ def keep_softmax_float(graph: ir.Graph, names: ValueNames) -> None:
     """Lets every Softmax of ``graph`` and its subgraphs read dequantized values through Max (case 1). In place."""
     for node in list(graph.all_nodes()):
         if node.op_type == "Softmax" and node.inputs[0] is not None:
-            read_through_max(node.inputs[0], [(node, 0)], names)
+            insert_barrier(node.inputs[0], [(node, 0)], names)
 
 
 def keep_float_weights(graph: ir.Graph, names: ValueNames) -> None:
@@ -72,7 +72,7 @@ def keep_float_weights(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _is_float_constant(value: ir.Value) -> bool:
-    """Whether a value follows from constants, none of which is dequantized."""
+    """Says whether a value follows from constants, none of which is dequantized."""
     pending = [value]
     while pending:
         each = pending.pop()
@@ -95,7 +95,7 @@ def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
         if data is not None and bias is not None and bias.is_initializer() and None not in types and not (
             EIGHT_BITS.issuperset(types)
         ):
-            read_through_max(data, [(node, 0)], names)
+            insert_barrier(data, [(node, 0)], names)
 
 
 def _type_of_codes(value: ir.Value | None) -> ir.DataType | None:

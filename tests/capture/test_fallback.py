@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 from qtk.calls.calls import Call
-from qtk.capture import ladder
-from qtk.capture.ladder import capture_graph
+from qtk.capture import fallback
+from qtk.capture.fallback import capture_graph
 from qtk.errors import CaptureError
 from tests.zoo.python import sign
 
@@ -54,7 +54,7 @@ def test_what_breaks_inside_a_rung_is_a_reason_too(monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("inside")
 
-    monkeypatch.setattr(ladder, "canonicalize", broken)
+    monkeypatch.setattr(fallback, "canonicalize", broken)
     with pytest.raises(CaptureError, match="export: ZeroDivisionError: inside"):
         capture_graph(nn.Linear(8, 4), ONE, "batch", verify=True)
 

@@ -15,7 +15,7 @@ TRIED_TRANSFORMS = ("equalize", "smooth_quant")
 
 CHAINS = (("bias_correction",), ("gptq", "bias_correction"),
           ("seq_mse", "gptq", "coordinate_descent", "bias_correction"))
-"""Layer-wise methods, each chain slower than the one before, and better where weights have few bits."""
+"""Layer-wise methods, each chain slower than the chain before, and better where weights have few bits."""
 
 FEW_BITS, LEARNED = 4, ("seq_mse", "coordinate_descent", "reconstruction")
 """The width of weights and activations up to which blocks are learned, the slowest step, and its chain."""
@@ -29,15 +29,16 @@ SAME = 1.1
 """Run times that differ by less are not told apart: estimates are no better."""
 
 
-def ladder(
+def trial_order(
     best: Callable[[], Choices], ranked: Callable[[], Sequence[str]], price: Callable[[Choices], float], *,
     dynamic: bool = False, few_bits: bool = False,
 ) -> Iterator[tuple[str, Choices]]:
-    """What to try next, on top of what is best so far: what takes the same time in the runtime first, then by price.
+    """Returns what to try next, on top of what is best so far: what takes the same time in the runtime first, then by
+    price.
 
     Args:
         best: the best choices so far.
-        ranked: the sites, the one whose quantization costs most first; called when nothing cheaper is left.
+        ranked: the sites, most costly quantization first; called when nothing cheaper is left.
         price: how long the runtime takes with some choices, over float.
         dynamic: whether the runtime has dynamic quantization, which takes little time to try: first where it runs about
             as long as plain calibration, else in its place by price.
@@ -46,7 +47,7 @@ def ladder(
     Yields: a step in words, and the choices.
 
     >>> best = Choices("min_max")
-    >>> [step for step, _ in ladder(lambda: best, lambda: "abcdef", lambda choices: 1.0)]
+    >>> [step for step, _ in trial_order(lambda: best, lambda: "abcdef", lambda choices: 1.0)]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['ranges by mse', 'ranges by tf_enhanced', 'ranges by activation_mse', 'equalize', 'smooth_quant',
      'bias_correction', 'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction',

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 
-class Members:
+class NamedTensors:
     """The parameters and buffers of a model as they are at construction.
 
     A tensor that is held in several places (tied, or of a module that is called in several graphs) has one name, its

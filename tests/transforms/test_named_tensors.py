@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from qtk.transforms.members import Members
+from qtk.transforms.named_tensors import NamedTensors
 
 
 class Tied(nn.Module):
@@ -14,7 +14,7 @@ class Tied(nn.Module):
 
 def test_a_tied_parameter_has_its_first_name_and_is_replaced_everywhere():
     model = Tied()
-    old, members = model.embed.weight, Members(model)
+    old, members = model.embed.weight, NamedTensors(model)
     assert members.name(model.head.weight) == "embed.weight"
     assert list(members.tensors()) == ["table", "embed.weight"]
     members.replace({"embed.weight": torch.ones(5, 4)})
@@ -28,18 +28,18 @@ def test_a_tied_parameter_has_its_first_name_and_is_replaced_everywhere():
 def test_replaced_tensors_keep_their_kind():
     model = Tied()
     model.embed.weight.requires_grad_(False)
-    Members(model).replace({"embed.weight": torch.ones(5, 4), "table": torch.zeros(3)})
+    NamedTensors(model).replace({"embed.weight": torch.ones(5, 4), "table": torch.zeros(3)})
     assert not model.embed.weight.requires_grad
     assert not isinstance(model.table, nn.Parameter)
 
 
 def test_removed_tensors_are_in_no_module():
     model = Tied()
-    members = Members(model)
+    members = NamedTensors(model)
     members.remove("embed.weight")
     assert "embed.weight" not in members
     assert list(model.state_dict()) == ["table"]
 
 
 def test_a_tensor_of_another_model_has_no_name():
-    assert Members(Tied()).name(torch.zeros(3)) is None
+    assert NamedTensors(Tied()).name(torch.zeros(3)) is None
