@@ -173,11 +173,12 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                 return nn.Module.__call__(graph, *args, **kwargs)
             return run(*leaves)
         except RuntimeError as error:
-            unequal = unequal_axes(graph.graph, leaves or ())
+            unequal = unequal_axes(graph.graph, leaves or ()) if type(error) is RuntimeError else None
             if unequal is None:
                 raise
-            raise CaptureError(f"{unequal}, and the captured graph needs them equal, as they are in the example: pass "
-                               "such inputs, or prepare the model from an example in which they differ") from error
+            raise CaptureError(f"{error}\n{unequal}, which the captured graph has as one size, as they are in the "
+                               "example: pass such inputs, or prepare the model from an example in which they "
+                               "differ") from error
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""

@@ -89,6 +89,8 @@ class Trials:
                    if isinstance(leaf, Tensor) and version_of(leaf)}
         if not {*written.values()} <= ops.steps or _attributes(given) != before:
             raise ValueError("it writes into an argument")
+        if {*written.values()} & {storage_of(each) for each in result if isinstance(each, Tensor)}:
+            raise ValueError("it returns the state that it writes into, of which a scan returns a copy")
         decays = ops.decays or bool(written)
         return Trial(of, result, ops.count, max(ops.depths.values(), default=0), decays, (*written,))
 
@@ -124,6 +126,12 @@ def factors_of_sizes(
     for symbol, factor in own.items():
         if runs({**factors, symbol: factor}):
             factors[symbol] = factor
+    for common in sorted({*factors.values()} - {1}):  # batches and lengths that are equal by chance
+        equal = [symbol for symbol in factors if factors[symbol] == common]
+        other = max(factors.values()) + 1
+        parts = (part for count in range(2, len(equal) // 2 + 1) for part in combinations(equal, count))
+        apart = next((part for part in parts if runs({**factors, **dict.fromkeys(part, other)})), ())
+        factors |= dict.fromkeys(apart, other)
     return factors
 
 

@@ -54,6 +54,7 @@ from qtk.torch_private import (
     is_exporting,
     length_when,
     pytree,
+    storage_of,
 )
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
@@ -164,6 +165,9 @@ class _Caller:
             return None
         made = [leaf for leaf in first.leaves if isinstance(leaf, Tensor)]
         states = [tensors[index] for index in first.written]
+        storages = [storage_of(each) for each in tensors.values()]
+        if any(storages.count(storage_of(state)) > 1 for state in states):
+            return None  # the function reads what it writes under another name
         made += states
         found += [size for state in states for size in state.shape]
         self._scans.append(Scan(self._function, structure, leaves, (*tensors, *lengths), first.written))
@@ -248,7 +252,7 @@ def _function_of(code: CodeType, scopes: Sequence[Mapping[str, Any]]) -> Functio
 
 
 class _Frames(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the codes of the functions in whose loops ops run, and of those that multiply with a parameter."""
+    """Sees the codes of the functions in whose loops ops run, and the codes that multiply with a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

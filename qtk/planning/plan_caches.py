@@ -108,7 +108,7 @@ def _parts(flow: Flow, operand: Operand) -> Iterator[tuple[Port, list[_Moved]]]:
         way = _way(flow, port.value, *axes)
         yield port, way
         root = way[0]
-        if _holds_a_cache(flow, root.node):
+        if holds_a_cache(flow, root.node):
             pending += [(read, root.tokens, root.width) for read in reversed(flow.data_ports(root.node))
                         if not is_empty(read.value)]
 
@@ -132,7 +132,7 @@ def _axis_before(flow: Flow, moved: fx.Node, source: fx.Node, axis: int | None) 
     return None if row.input_axis is None else row.input_axis(moved, source, axis)
 
 
-def _holds_a_cache(flow: Flow, node: fx.Node) -> bool:
+def holds_a_cache(flow: Flow, node: fx.Node) -> bool:
     """Says whether an op merges what a model takes with new keys or values."""
     row = flow.row(node)
     return row is not None and row.role is Role.MERGE and any(
@@ -149,8 +149,8 @@ def _plan(
     root = way[0].node
     if draft.flow.is_static(root):
         return None
-    is_merge = _holds_a_cache(draft.flow, root)
-    if setting.granularity == "per_token" and (is_merge or (is_input(root) and _holds_a_cache(draft.flow, port.user))):
+    is_merge = holds_a_cache(draft.flow, root)
+    if setting.granularity == "per_token" and (is_merge or (is_input(root) and holds_a_cache(draft.flow, port.user))):
         if draft.values.pop(root, None) is not None:
             draft.floats[root] = "its keys or values have been rounded, each with a range of its own"
         return None

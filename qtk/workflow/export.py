@@ -102,7 +102,8 @@ def export(
     """Writes every format into one new directory, or nothing if one fails.
 
     >>> import pathlib, qtk, tempfile
-    >>> sim = qtk.QuantSim(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(16, 8))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+    >>> sim = qtk.QuantSim(model, torch.randn(16, 8))
     >>> sim.compute_encodings([torch.randn(16, 8)], progress=False)
     >>> folder = pathlib.Path(tempfile.mkdtemp()) / "both"
     >>> sim.export(folder)

@@ -394,6 +394,54 @@ def test_one_step_is_a_scan_in_float_that_goes_on_where_all_steps_end():
     assert (state - sim.model(x=x)[1]).abs().max() < 1e-5
 
 
+class Gated(nn.Module):
+    """Two inputs of sizes of their own, in a recurrence whose result is flattened."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, gate):
+        states, _ = recurrence(self.first(x), torch.sigmoid(self.gate(gate)))
+        return states.reshape(states.shape[0], -1)
+
+
+@torch.no_grad()
+def test_a_batch_that_is_as_long_as_time_by_chance_stays_a_size_of_its_own():
+    model = Gated().eval()
+    graph = qtk.prepare_model(model, (torch.randn(4, 4, 6), torch.randn(4, 4, 6)), dynamic_shapes="all")
+    assert len(scans(graph)) == 1
+    x, gate = torch.randn(3, 5, 6), torch.randn(3, 5, 6)
+    assert torch.equal(graph(x, gate), model(x, gate))
+
+
+def returned_step(state, x, decay):
+    """Returns the state itself, into which its caller writes."""
+    state.copy_(state * torch.exp(-decay) + x)
+    return state
+
+
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, 6))
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x):
+        state = returned_step(self.state, x, self.proj(x).sigmoid())
+        state.clamp_(-4, 4)
+        return state * 1
+
+
+@torch.no_grad()
+def test_a_state_that_is_returned_is_no_copy():
+    model = Clamped().eval()
+    graph = qtk.prepare_model(copy.deepcopy(model), torch.randn(2, 6))
+    for x in (torch.randn(2, 6), 20 * torch.randn(2, 6), torch.randn(2, 6)):
+        assert torch.equal(graph(x), model(x))
+    assert torch.equal(graph.state, model.state)
+
+
 class Positions(nn.Module):
     """Sums of its own, as of position ids, and no recurrence; called by names too."""
 

@@ -68,3 +68,46 @@ def test_two_formats_stay_apart():
     specs = {str(site): str(decided.spec) for site, decided in sim.plan.items()}
     assert "int16" in specs["conv:in[0]"]
     assert "int16" not in specs["concat:out"]
+
+
+class Towers(nn.Module):
+    """An image and a text through one projection, and a head that has the words of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.words = nn.Linear(6, 6), nn.Embedding(6, 6)
+
+    def forward(self, image=None, text=None, code=None):
+        if code is not None:
+            return nn.functional.linear(code, self.words.weight)
+        if image is None:
+            return self.proj(text)
+        return nn.functional.linear(torch.sigmoid(self.proj(image)), self.words.weight)
+
+
+@pytest.mark.parametrize("other", ["text", "code"])
+def test_what_no_call_left_for_another_keeps_a_range_of_its_own(other):
+    torch.manual_seed(0)
+    calls = [{"image": torch.randn(9, 6)}, {other: 50 * torch.randn(9, 6)}]
+    sim = qtk.QuantSim(Towers().eval(), calls[0], variants=calls[1:])
+    sim.compute_encodings(calls, progress=False)
+    joined = {str(site): str(decided.leader) for site, decided in sim.plan.items() if decided.leader is not None}
+    assert not {"image:input", f"{other}:input", "sigmoid:out"} & joined.keys(), joined
+
+
+def test_a_layer_that_graphs_call_unequally_often_is_not_one_place():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(6, 6)
+
+        def forward(self, text, kept=None):
+            if kept is None:
+                return self.proj(text)
+            return self.proj(torch.cat([kept, kept])), self.proj(text)
+
+    torch.manual_seed(0)
+    calls = [{"text": torch.randn(9, 6), "kept": 50 * torch.randn(9, 6)}, {"text": torch.randn(9, 6)}]
+    sim = qtk.QuantSim(Twice().eval(), calls[0], variants=calls[1:])
+    assert all(decided.leader is None or ("concat" in str(site) + str(decided.leader) and "text" not in str(site))
+               for site, decided in sim.plan.items())

@@ -12,6 +12,7 @@ from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
+from qtk.runtimes.session import create_session
 from qtk.workflow.diff import _outputs, _sites
 from qtk.workflow.quantized_source import QuantizedSource
 
@@ -121,13 +122,9 @@ def test_one_file_is_compared_in_two_runtimes(tmp_path):
     assert found.first.endswith("optimizations off")
     assert found.second.endswith("optimizations on")
     assert not found.sites
-    import onnxruntime
-
     runs = []
-    for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    for optimized in (False, True):
+        session, _ = create_session(file, optimized=optimized)
         runs.append(torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]).double())
     noise = float((runs[0] - runs[1]).square().sum())
     sqnr = math.inf if noise == 0 else 10 * math.log10(float(runs[0].square().sum()) / noise)
