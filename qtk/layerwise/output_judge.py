@@ -33,7 +33,8 @@ class OutputJudge:
         graph = only_graph(model, calls)
         if graph is None:
             raise CalibrationError("judge_parts needs a model of one graph, and calls of one kind; this one runs as "
-                                   "Python around its graphs (prepared.report has the reason); leave it out")
+                                   "Python around its graphs (prepared.report has the reason), or the data have calls "
+                                   "of several kinds; leave it out")
         self._graph, self._calls, self._holdout = graph, calls, holdout
         self._rows = BatchRows(graph, calls, holdout)
         self._nodes: list[fx.Node] = list(graph.graph.nodes)

@@ -85,7 +85,8 @@ class LayerwiseReport:
         pooled: the weights of experts that took the Gram matrix of the rows of all, each with the few rows they met.
         dense: the weights that no mask was chosen for, though one was asked for, each with the reason.
         judged: methods → the divergence of the model's outputs from float over held-out samples, of all that were
-            compared (``judge_parts``); ``plain rounding`` among them. The layers are the results of the least of them.
+            compared (``judge_parts``); ``plain rounding`` among them, to compare with.
+        kept: the methods whose results the layers are, the least of ``judged`` but plain rounding.
     """
 
     layers: tuple[LayerResult, ...]
@@ -94,6 +95,7 @@ class LayerwiseReport:
     pooled: Mapping[str, str] = field(default_factory=dict)
     dense: Mapping[str, str] = field(default_factory=dict)
     judged: Mapping[str, float] = field(default_factory=dict)
+    kept: str | None = None
 
     def __str__(self) -> str:
         lines = [str(result) for result in self.layers]
@@ -101,9 +103,8 @@ class LayerwiseReport:
         lines += [f"{name}  by the Gram matrix of all experts' rows: {text}" for name, text in self.pooled.items()]
         lines += [f"{name}  dense: {reason}" for name, reason in self.dense.items()]
         if self.judged:
-            kept = min(self.judged, key=self.judged.__getitem__)
             shown = ", ".join(f"{name} {divergence:.4g}" for name, divergence in self.judged.items())
-            lines.append(f"{kept} kept; divergence of the outputs over held-out samples: {shown}")
+            lines.append(f"{self.kept} kept; divergence of the outputs over held-out samples: {shown}")
         if self.restarted:
             lines.append(f"{len(self.restarted)} layers started from their float weights, in place of the result of an "
                          "earlier call")

@@ -256,6 +256,8 @@ def _best_part(
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     folder, on_disk = options.checkpoint_dir, options.offload == "disk"
     judged, best, found = _Judged(), None, {}
+    kinds = [type(each) for each in methods]
+    names = {id(each): repr(each) if kinds.count(type(each)) > 1 else type(each).__name__ for each in methods}
     with torch.inference_mode(False), unchanged_on_error(layers, on_disk=on_disk) as before:
         before.keep(*parameters)
         for index, part in enumerate((methods, *([each] for each in methods))):
@@ -263,15 +265,24 @@ def _best_part(
                 before.restore()
                 options = replace(options, start=options.start or _start_of(methods))
             own = replace(options, checkpoint_dir=None if folder is None else Path(folder, str(index)))
-            report = _applied(sim, data, part, call, own, judged)
-            found[" + ".join(type(each).__name__ for each in part)] = judged.divergence
+            try:
+                report = _applied(sim, data, part, call, own, judged)
+            except CalibrationError:
+                if not index:
+                    raise
+                continue  # it works beside the others alone, as bias correction without a bias
+            name = " + ".join(map(names.__getitem__, map(id, part)))
+            found[name] = judged.divergence
             if best is None or judged.divergence < best[0]:
                 kept = Originals(layers, on_disk=on_disk)
                 kept.keep(*parameters)
-                best = judged.divergence, report, kept
+                best = judged.divergence, report, kept, name
         assert best is not None
         best[2].restore()
-    return replace(best[1], judged={"plain rounding": judged.plain, **found})
+    if not math.isfinite(best[0]):
+        warnings.warn("judge_parts: no result has outputs whose divergence from float is finite, and the chain is "
+                      "kept unjudged; look for infinite or NaN outputs", stacklevel=5)
+    return replace(best[1], judged={"plain rounding": judged.plain, **found}, kept=best[3])
 
 
 def _start_of(methods: Sequence[LayerwiseMethod]) -> Start:

@@ -176,3 +176,26 @@ def test_a_killed_run_resumes_each_part(tmp_path):
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+@pytest.mark.medium
+def test_a_part_that_works_beside_others_alone_is_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16, bias=False), nn.ReLU(), nn.Linear(16, 6, bias=False)).eval()
+    batches = [each[:, 0] for each in data()]
+    sim = qtk.QuantSim(model, batches[0], weight_bits=3)
+    sim.compute_encodings(batches, progress=False)
+    report = qtk.apply_layerwise(sim, batches, ["gptq", "bias_correction"], options=judging(), progress=False)
+    assert [*report.judged] == ["plain rounding", "Gptq + BiasCorrection", "Gptq"]
+    assert report.kept in report.judged
+    assert f"{report.kept} kept" in str(report)
+
+
+@pytest.mark.medium
+def test_two_methods_of_one_kind_are_told_apart_by_their_settings():
+    sim, _, batches = made()
+    methods = ["gptq(damping=0.01)", "gptq(damping=5.0)"]
+    report = qtk.apply_layerwise(sim, batches, methods, options=judging(), progress=False)
+    assert len(report.judged) == 4
+    assert report.kept == min([name for name in report.judged if name != "plain rounding"], key=report.judged.get)
+    assert any("damping=5.0" in name for name in report.judged)
