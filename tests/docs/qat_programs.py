@@ -13,6 +13,12 @@ import qtk
 from tests.test_optional_inputs import IDS, LABELS, MASK, Classifier
 
 
+def with_loop() -> dict[str, object]:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    return {"model": teacher, "teacher": teacher, "batches": [torch.randn(16, 8) for _ in range(2)], "epochs": 2}
+
+
 def with_labels() -> dict[str, object]:
     inputs = {"input_ids": IDS, "attention_mask": MASK}
     return {"model": Classifier().eval(), "ids": IDS, "mask": MASK, "labels": LABELS,
@@ -41,6 +47,15 @@ def with_batch_norm() -> dict[str, object]:
     return {"model": nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval(), "x": x, "batches": [x]}
 
 
+def check_loop(run: SimpleNamespace) -> None:
+    assert Path("trained", "model.onnx").exists()
+    groups = run.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    trained = dict(run.sim.model.named_parameters())
+    assert all(any(p is each for each in trained.values()) for group in groups for p in group["params"])
+    assert not torch.equal(trained["0.weight"], run.teacher[0].weight)
+
+
 def check_labels(run: SimpleNamespace) -> None:
     assert run.sim.model.get_parameter("head.weight").grad.any()
 
@@ -57,5 +72,6 @@ def check_live(run: SimpleNamespace) -> None:
     assert isinstance(run.sim.model.get_submodule("1"), nn.BatchNorm2d)
 
 
-PROGRAMS = [(with_labels, check_labels), (with_blocks, check_features), (with_batch_norm, check_live)]
+PROGRAMS = [
+    (with_loop, check_loop), (with_labels, check_labels), (with_blocks, check_features), (with_batch_norm, check_live)]
 """One pair for each block."""

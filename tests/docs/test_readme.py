@@ -40,6 +40,11 @@ QUESTIONS = {
     "Why is my file slower?": "why is my file slower",
     "How do I load the result in another process?": "load the result in another process",
     "What is not supported?": "what is not supported",
+    "What does it cost in perplexity?": "perplexity",
+    "A KV cache?": "kv cache",
+    "Which layer loses most?": "which layer loses most",
+    "Do all runtimes compute the same?": "certificate of every runtime",
+    "or in CI?": "in ci",
 }
 """What newcomers asked → what the heading that answers it says."""
 
