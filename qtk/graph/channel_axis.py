@@ -86,7 +86,7 @@ def _keeps_shape(port: Port) -> bool:
     row, result, value = row_of(port.user), port.user.meta.get("val"), port.value.meta["val"]
     computes = row is not None and row.role in (Role.COMPUTE, Role.MERGE)
     is_elementwise = computes or quantizer_called(port.user) is not None
-    return is_elementwise and isinstance(result, Tensor) and tuple(result.shape) == tuple(value.shape)
+    return is_elementwise and isinstance(result, Tensor) and _lengths(result) == _lengths(value)
 
 
 def _of_maker(flow: Flow, value: fx.Node) -> int | None:
@@ -97,6 +97,11 @@ def _of_maker(flow: Flow, value: fx.Node) -> int | None:
     row, made = row_of(node), node.meta.get("val")
     if row is None or row.product is None or not isinstance(made, Tensor) or made.ndim < 2:
         return None
-    if tuple(made.shape) != tuple(value.meta["val"].shape):
+    if _lengths(made) != _lengths(value.meta["val"]):
         return None
     return made.ndim - 1 if row.product in (Product.OUT_IN, Product.IN_OUT) else 1
+
+
+def _lengths(value: Tensor) -> list[str]:
+    """The lengths of all axes as text: to compare a free length with a number would fix it, where they are equal."""
+    return [str(length) for length in value.shape]

@@ -74,3 +74,12 @@ def axes(model, x, **settings):
 def test_it_is_the_axis_that_readers_sum_over(model, shape, expected):
     found = axes(model(), torch.randn(*shape))
     assert {name: found[name] for name in expected} == expected
+
+
+def test_a_batch_of_as_many_samples_as_channels_stays_free():
+    model = qtk.prepare_model(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).eval(), torch.randn(6, 6))
+    flow = Flow(model.graph)
+    for node in model.graph.nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            channel_axis(flow, node)
+    assert model(torch.randn(9, 6)).shape == (9, 6)
