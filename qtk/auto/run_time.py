@@ -130,8 +130,9 @@ class _Ops:
         weights = [each for each in values if self._flow.is_parameter(each) and each.meta["val"].ndim > 1]
         is_attention = isinstance(called_module(node), Attention)
         if is_attention:  # queries, keys and values [..., tokens, features]
-            keys = MatrixProduct.lengths_of(values[1].meta["val"], self._longer)[-2]
-            time = 2 * keys * self._elements(values[0]) * self._kernels.row(("matmul", "matmul")).float
+            queries, keys_of = (each for each in node.args[:2] if isinstance(each, fx.Node))  # maybe one value
+            keys = MatrixProduct.lengths_of(keys_of.meta["val"], self._longer)[-2]
+            time = 2 * keys * self._elements(queries) * self._kernels.row(("matmul", "matmul")).float
         elif weights:
             rows = self._elements(node) / self._lengths(node)[-1]
             time = rows * sum(map(self._elements, weights)) * self._kernels.row(("linear", "linear")).float

@@ -238,6 +238,9 @@ def verify(
         if every or certificate:
             if every and certificate:
                 raise ConfigError("--all writes certificate.json and --certificate checks it; give one of the two")
+            if valid or float_export is not None or runtime != "onnxruntime":
+                raise ConfigError("--all and --certificate run every installed runtime on all tokens, without a float "
+                                  "export; leave out --valid, --float-export and --runtime")
             sound = verification.certify(
                 directory, results_console(), data=data, num_batches=num_batches, checks=certificate,
                 latency=LatencyRequest(turns, batch_size, threads), as_json=as_json, progress=progress,

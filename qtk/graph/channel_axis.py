@@ -13,6 +13,9 @@ from qtk.operators.op_row import OpRow, Product, Role, Scaling
 NORMS = (Scaling.SCALE_SHIFT, Scaling.CHANNEL_NORM)
 """What becomes of the factors of channels in norms whose channels are axis 1."""
 
+MOST_READERS = 200
+"""Ops that are followed behind a value."""
+
 
 def channel_axis(flow: Flow, value: fx.Node) -> int | None:
     """The axis that a matrix product behind a value sums over; ``None`` if none does, or if a reshape mixed it.
@@ -37,7 +40,7 @@ def channel_axis(flow: Flow, value: fx.Node) -> int | None:
 
 
 def _of_readers(flow: Flow, value: fx.Node, seen: set[fx.Node]) -> int | None:
-    if value in seen:
+    if value in seen or len(seen) > MOST_READERS:
         return None
     seen.add(value)
     for port in flow.readers(value):

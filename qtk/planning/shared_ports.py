@@ -90,7 +90,7 @@ def _places(draft: Draft) -> Iterator[tuple[Place, _Read]]:
 
 
 def _layer(draft: Draft, node: fx.Node) -> str | None:
-    """What tells a layer in all graphs: the path of a module, or an op and its weights; ``None`` of other nodes."""
+    """Names a layer as all graphs do: by the path of a module, or an op and its weights; ``None`` of other nodes."""
     if node.op == "call_module":
         return str(node.target)
     weights = [str(draft.flow.root(port.value).target) for port in draft.flow.weight_ports(node)]

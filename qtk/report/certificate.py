@@ -17,6 +17,9 @@ FORMAT, VERSION = "qtk.certificate", 1
 NAME = "certificate.json"
 """The file beside the certified files."""
 
+LEAST_DB = -300.0
+"""What stands for outputs that are nothing but noise, infinite or not a number."""
+
 WORSE_DB, WORSE_SHARE = 1.0, 0.001
 """A run is worse than its certificate by more than this in SQNR, or in the share of values over one step."""
 
@@ -69,7 +72,7 @@ class CertifiedRun:
             file, run.way, run.runtime, level.value, run.top1,
             None if total is None else total.other_codes, None if total is None else total.beyond_one_step,
             None if total is None else total.max_steps,
-            None if total is None or not math.isfinite(total.sqnr_db) else round(total.sqnr_db, 2),
+            None if total is None or total.sqnr_db == math.inf else max(round(total.sqnr_db, 2), LEAST_DB),
             None if first is None else first.name,
             None if nodes is None else sum(nodes.integer.values()), None if nodes is None else len(nodes.floats),
             run.latency_ms, run.float_latency_ms, run.refusal,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -51,10 +52,11 @@ class DifferenceSums:
             self.max_steps = max(self.max_steps, _largest(steps))
 
     def difference(self) -> Difference:
+        sqnr_db = decibels(self.signal, self.noise) if math.isfinite(self.noise) else -math.inf
         return Difference(
             self.name, self.elements, self.differing / max(self.elements, 1),
             self.beyond / self.in_steps if self.in_steps else None,
-            self.max_difference, self.max_steps if self.in_steps else None, decibels(self.signal, self.noise),
+            self.max_difference, self.max_steps if self.in_steps else None, sqnr_db,
             self.other_codes / self.in_steps if self.in_steps else None,
         )
 

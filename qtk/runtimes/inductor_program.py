@@ -64,8 +64,8 @@ class InductorProgram:
         def run() -> object:
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads or before)
-            try:
-                with torch.no_grad():
+            try:  # other numbers of rows are compiled anew
+                with torch.no_grad(), importlib.import_module("torch._inductor.config").patch(freezing=True):
                     return function(*args, **kwargs)
             finally:
                 torch.set_num_threads(before)

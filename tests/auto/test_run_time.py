@@ -98,3 +98,22 @@ def test_a_recurrent_layer_counts_by_its_products_where_it_computes_in_float():
     kernels = KERNELS.model_copy(update={"rows": (*KERNELS.rows, KernelRow(op=("gru",), float=99.0))})
     found = RunTime(kernels).ratio(sim.simulation, lambda: sim.model(x))
     assert found == pytest.approx((layer + 0.6 * head) / (layer + head))
+
+
+class OneValue(nn.Module):
+    """Attention of a value with itself, without projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(nn.functional.scaled_dot_product_attention(x, x, x).mean(1))
+
+
+def test_attention_of_one_value_is_estimated():
+    x = torch.randn(4, 5, 8)
+    sim = qtk.QuantSim(OneValue().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    assert RunTime(KERNELS).ratio(sim.simulation, lambda: sim.model(x)) > 0

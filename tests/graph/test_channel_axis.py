@@ -83,3 +83,14 @@ def test_a_batch_of_as_many_samples_as_channels_stays_free():
         if isinstance(node.meta.get("val"), torch.Tensor):
             channel_axis(flow, node)
     assert model(torch.randn(9, 6)).shape == (9, 6)
+
+
+def test_a_long_chain_ends_somewhere():
+    class Chain(nn.Module):
+        def forward(self, x):
+            for _ in range(500):
+                x = x.tanh()
+            return x
+
+    model = qtk.prepare_model(Chain().eval(), torch.randn(3, 6), verify=False)
+    assert channel_axis(Flow(model.graph), next(iter(model.graph.nodes))) is None

@@ -65,3 +65,10 @@ def test_it_holds_the_figures_of_a_run():
     text = replace(CERTIFICATE, runs=(RUN, refused)).table().text()
     assert "refused" in text
     assert "50.0" in text
+
+
+@pytest.mark.parametrize(("sqnr_db", "said"), [(float("inf"), None), (41.234, 41.23), (float("-inf"), -300.0)])
+def test_outputs_that_are_nothing_but_noise_are_not_equal(sqnr_db, said):
+    run = FileRun("LiteRT", "LiteRT 2.3", Difference("outputs", 1, 1.0, 0.0, 1.0, None, sqnr_db, None))
+    made = CertifiedRun.of("m.tflite", run, Level.RED)
+    assert made.sqnr_db == said

@@ -57,3 +57,9 @@ def test_a_float_rounding_of_a_dynamic_value_is_no_other_code():
     sums.add(SimulatedValue(torch.ones(4), torch.tensor(0.1)), torch.tensor([1.0, 1.0 + 1e-6, 1.04, 1.1]))
     found = sums.difference()
     assert (found.differing, found.other_codes, found.beyond_one_step) == (0.75, 0.25, 0.0)
+
+
+def test_infinite_noise_is_no_error_of_arithmetic():
+    sums = DifferenceSums("out")
+    sums.add(SimulatedValue(torch.ones(2)), torch.tensor([1.0, math.nan]))
+    assert sums.difference().sqnr_db == -math.inf
