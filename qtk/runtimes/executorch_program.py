@@ -17,13 +17,13 @@ from torch import Tensor, fx
 from qtk.capture.torch_export import silent_torch
 from qtk.errors import ExportError, first_line
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
-from qtk.runtimes.program_inputs import ProgramInputs
+from qtk.runtimes.program_inputs import LoadedProgram, ProgramInputs
 from qtk.torch_private import pytree
 
 LAYERS = ("convolution", "linear", "addmm", "mm", "bmm")
 
 
-class ExecuTorchProgram:
+class ExecuTorchProgram(LoadedProgram):
     """A ``.pt2`` file, lowered and loaded.
 
     Args:
@@ -60,14 +60,6 @@ class ExecuTorchProgram:
         except Exception as error:  # whatever its passes say
             raise ExportError(f"{file}: {self.runtime} does not lower it: {first_line(error)}") from error
         self.size_bytes = len(self._buffer)
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        return self._program.names
-
-    @property
-    def outputs(self) -> Sequence[str]:
-        return self._program.outputs
 
     def run(self, inputs: Mapping[str, Tensor], *, sites: bool = False) -> dict[str, Tensor]:
         returned = [self._program.by_name(self._method.execute(leaves)) for leaves in self._calls(inputs)]

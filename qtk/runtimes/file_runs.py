@@ -27,7 +27,16 @@ from qtk.runtimes.openvino_model import OpenVinoModel, has_openvino
 from qtk.runtimes.session import Optimizations, integer_sums_saturate, session_with
 from qtk.runtimes.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
 from qtk.runtimes.state_values import StateCodes
-from qtk.runtimes.way import OTHER_SIMULATION, Runner, Runs, SiteValues, Way, shapes_of, usable_cpus
+from qtk.runtimes.way import (
+    OTHER_SIMULATION,
+    Runner,
+    Runs,
+    SiteValues,
+    Way,
+    refuse_other_outputs,
+    shapes_of,
+    usable_cpus,
+)
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -88,9 +97,7 @@ class FileRuns:
         Raises: ExportError if the file has other inputs or outputs, or does not run with the optimizations off.
         """
         feed = self._feed(inputs)
-        if len(self.outputs) != len(outputs):
-            raise ExportError(f"the file returns {len(self.outputs)} tensors, the model {len(outputs)}; "
-                              f"{OTHER_SIMULATION}")
+        refuse_other_outputs(len(self.outputs), len(outputs))
         for way in self.ways:
             if way.refusal is None:
                 try:

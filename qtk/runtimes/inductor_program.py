@@ -15,14 +15,14 @@ from torch import Tensor
 from qtk.capture.torch_export import silent_torch
 from qtk.errors import ExportError, first_line
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
-from qtk.runtimes.program_inputs import ProgramInputs
+from qtk.runtimes.program_inputs import LoadedProgram, ProgramInputs
 
 INTEGER = re.compile(r"torch\.ops\.onednn\.(qconv\w*|qlinear\w*)")
 FLOAT = re.compile(r"(?:extern_kernels|torch\.ops\.mkldnn|torch\.ops\.mkl)\."
                    r"(addmm|bmm|mm|convolution|_convolution\w*|_linear\w*|_mkl_linear)")
 
 
-class InductorProgram:
+class InductorProgram(LoadedProgram):
     """A ``.pt2`` file, compiled when it first runs.
 
     Args:
@@ -43,29 +43,24 @@ class InductorProgram:
                               "pip install 'qtk[torchao]'") from error
         self.runtime = f"Inductor of torch {torch.__version__}"
         self._program, self._threads = ProgramInputs(file), threads
-        self._function: Callable[..., Any] | None = None
-        self._code = ""
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        return self._program.names
-
-    @property
-    def outputs(self) -> Sequence[str]:
-        return self._program.outputs
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._code: str | None = None
 
     def run(self, inputs: Mapping[str, Tensor], *, sites: bool = False) -> dict[str, Tensor]:
         return self._program.by_name(self.timed(inputs)())
 
     def timed(self, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
         args, kwargs = self._program.call(inputs)
-        function = self._compiled(args, kwargs) if self._function is None else self._function
+        shapes = str([tuple(value.shape) for value in inputs.values()])
+        if shapes not in self._functions:  # another call would be compiled anew without the patterns
+            self._functions[shapes] = self._compiled(args, kwargs)
+        function = self._functions[shapes]
 
         def run() -> object:
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads or before)
-            try:  # other numbers of rows are compiled anew
-                with torch.no_grad(), importlib.import_module("torch._inductor.config").patch(freezing=True):
+            try:
+                with torch.no_grad():
                     return function(*args, **kwargs)
             finally:
                 torch.set_num_threads(before)
@@ -74,7 +69,7 @@ class InductorProgram:
 
     def nodes(self) -> RuntimeNodes | None:
         """The calls of integer and float layers in the compiled code; ``None`` before the first run."""
-        if self._function is None:
+        if self._code is None:
             return None
         integer = Counter(INTEGER.findall(self._code))
         floats = [FloatNode(kind, kind, "no integer pattern", True) for kind in FLOAT.findall(self._code)]
@@ -84,10 +79,10 @@ class InductorProgram:
         # which ``import torch`` does not load; torchao's patterns do not take ``options={"freezing": True}``
         inductor, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("utils", "config"))
         with silent_torch(), torch.no_grad(), config.patch(freezing=True):
-            function = torch.compile(self._program.program.module())
+            function = torch.compile(self._program.program.module(), dynamic=False)
             try:
                 _, code = inductor.run_and_get_code(function, *args, **kwargs)
             except Exception as error:  # whatever the compiler says
                 raise ExportError(f"{self.runtime} does not compile it: {first_line(error)}") from error
-        self._function, self._code = function, "\n".join(code)
+        self._code = "\n".join(code) if self._code is None else self._code
         return function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +45,17 @@ class ProgramInputs:
         """The outputs by name, each with a first axis of one call."""
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         return {name: value.detach().clone().unsqueeze(0) for name, value in zip(self.outputs, tensors, strict=True)}
+
+
+class LoadedProgram:
+    """What every runtime of exported programs says of a file."""
+
+    _program: ProgramInputs
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self._program.names
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self._program.outputs

@@ -14,7 +14,7 @@ from qtk.report.timing import Timing
 from qtk.report.verdict import FileRun
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.loaded_file import LoadedFile, SiteRows, rows_like
-from qtk.runtimes.way import OTHER_SIMULATION, NoCodes, SiteValues, Way, shapes_of, usable_cpus
+from qtk.runtimes.way import OTHER_SIMULATION, NoCodes, SiteValues, Way, refuse_other_outputs, shapes_of, usable_cpus
 
 Opener = Callable[[Path, Mapping[str, str], int], LoadedFile]
 """Loads a file: its path, name of a site that is not quantized → why, and the number of threads (0: the runtime's)."""
@@ -69,9 +69,7 @@ class RuntimeRuns:
         Raises: ExportError if the file has other inputs or outputs, or runs in none of the ways.
         """
         feed = self._feed(inputs)
-        if len(self.outputs) != len(outputs):
-            raise ExportError(f"the file returns {len(self.outputs)} tensors, the model {len(outputs)}; "
-                              f"{OTHER_SIMULATION}")
+        refuse_other_outputs(len(self.outputs), len(outputs))
         for way in self.ways:
             if way.refusal is None:
                 try:

@@ -28,6 +28,12 @@ Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 OTHER_SIMULATION = "verify a file with the simulation it was exported from"
 
 
+def refuse_other_outputs(count: int, wanted: int) -> None:
+    """Raises: ExportError if a file returns another number of tensors than the model."""
+    if count != wanted:
+        raise ExportError(f"the file returns {count} tensors, the model {wanted}; {OTHER_SIMULATION}")
+
+
 class Codes(Protocol):
     """What of a file's inputs and outputs is codes."""
 

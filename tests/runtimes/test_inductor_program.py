@@ -40,3 +40,27 @@ def test_a_layer_is_compiled_and_computes_the_simulation(tmp_path):
     (run,) = sim.verify_export(tmp_path / "out", [x], runtime="inductor", turns=0).runs
     assert run.sqnr_db > 35
     assert sum(run.nodes.integer.values()) + len(run.nodes.floats) == 2
+
+
+@needs_torchao
+@pytest.mark.medium
+def test_another_number_of_rows_is_compiled_with_the_patterns_too(tmp_path, monkeypatch):
+    from torch._inductor import utils
+
+    compiles, counts = utils.run_and_get_code, []
+
+    def counted(function, *args, **kwargs):
+        result, code = compiles(function, *args, **kwargs)
+        counts.append(len(INTEGER.findall("\n".join(code))))
+        return result, code
+
+    monkeypatch.setattr(utils, "run_and_get_code", counted)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval(), torch.randn(8, 16)
+    sim = qtk.QuantSim(model, x, config="x86_inductor")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats="pt2e")
+    program = InductorProgram(tmp_path / "out" / "model.pt2", {})
+    for rows in (8, 1, 8):
+        program.run({program.inputs[0]: x[:rows]})
+    assert counts == [2, 2]
