@@ -1,4 +1,4 @@
-"""The tables of widths in docs/targets.md, from the shipped targets: their plans, and the rules of their runtimes.
+"""The tables in docs/targets.md, from the shipped targets: widths, by their plans and rules, and fused chains of ops.
 
 ``python docs/hooks/target_table.py`` writes them into the page; a test compares the page with them.
 """
@@ -31,6 +31,8 @@ WIDTHS = {"16 bits": ("int16", "uint16"), "8 bits": ("int8", "uint8"), "4 bits":
 BLOCKS = (16, 32, 64, 128, 256)
 REDUCED = (-64, 64)
 ROLES = ("weights", "activations")
+FORMULA_ENDS = frozenset({"softmax", "addcmul", "rsqrt", "div"})
+"""The last ops of chains that spell a formula out: attention, the cell of an LSTM, norms."""
 
 
 def candidates(role: str, name: str) -> Iterator[FileTensor]:
@@ -143,13 +145,50 @@ def table(role: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
+def fused(target: str) -> tuple[list[str], list[str]]:
+    """Chains of a layer and what is fused behind it, and the last ops of fused formulas.
+
+    Chains with a batch norm behind the layer are left out: each stands there without it, too.
+
+    >>> fused("litert")[0]
+    ['conv, conv_transpose, linear, add, batch_norm → relu, relu6, hardtanh']
+    """
+    layers: dict[str, None] = {}
+    formulas: dict[str, None] = {}
+    for pattern in load_config(target).supergroups:
+        links = [(link,) if isinstance(link, str) else link for link in pattern]
+        if set(links[-1]) <= FORMULA_ENDS:
+            formulas |= dict.fromkeys(links[-1])
+        elif all("batch_norm" not in link for link in links[1:]):
+            layers[" → ".join(", ".join(link) for link in links)] = None
+    return [*layers], [*formulas]
+
+
+def fused_table() -> str:
+    """The table of fused chains, in Markdown: targets with the same chains share a row."""
+    base = fused("default")[0]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for target in sorted(shipped_names("targets"), key=lambda name: name != "default"):
+        layers, formulas = fused(target)
+        if target != "default" and layers[: len(base)] == base:
+            layers = ["as `default`", *layers[len(base):]]
+        cells = "; ".join(layers) or "nothing", ", ".join(formulas) or "–"
+        if cells[0] == "as `default`":
+            cells = "; ".join(base), cells[1]
+        rows.setdefault(cells, []).append(f"`{target}`")
+    head = ["target", "layer → what is computed with it", "formulas, by their last op"]
+    lines = [[", ".join(targets), *cells] for cells, targets in rows.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
 def written(page: str) -> str:
-    """The page with both tables as they are now."""
-    for role in ROLES:
+    """The page with its three tables as they are now."""
+    for role in (*ROLES, "fused"):
         begin, end = f"<!-- {role}:begin, python docs/hooks/target_table.py writes it -->\n", f"<!-- {role}:end -->"
         before, found, rest = page.partition(begin)
         assert found, begin
-        page = f"{before}{begin}\n{table(role)}\n\n{end}{rest.partition(end)[2]}"
+        text = fused_table() if role == "fused" else table(role)
+        page = f"{before}{begin}\n{text}\n\n{end}{rest.partition(end)[2]}"
     return page
 
 

@@ -25,6 +25,22 @@ def with_labels() -> dict[str, object]:
             "batches_without_labels": [inputs], "batch_with_labels": inputs | {"labels": LABELS}}
 
 
+def with_stopped() -> dict[str, object]:
+    names = with_loop()
+    sim = qtk.QuantSim(names["model"], names["batches"][0], config="onnxruntime", weight_bits=4, activation_bits=4,
+                       scheme="mse")
+    sim.compute_encodings(names["batches"], progress=False)
+    sim.learn_ranges()
+    optimizer = torch.optim.AdamW([{"params": sim.weight_parameters(), "weight_decay": 0.01},
+                                   {"params": sim.range_parameters(), "weight_decay": 0.0}], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+    for x in names["batches"]:
+        sim.model(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return names | {"sim": sim, "stopped": sim, "optimizer": optimizer, "schedule": schedule}
+
+
 def with_blocks() -> dict[str, object]:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -56,6 +72,15 @@ def check_loop(run: SimpleNamespace) -> None:
     assert not torch.equal(trained["0.weight"], run.teacher[0].weight)
 
 
+def check_stopped(run: SimpleNamespace) -> None:
+    assert run.sim is not run.stopped
+    assert all(torch.equal(run.sim.model.state_dict()[name], value)
+               for name, value in run.stopped.model.state_dict().items())
+    assert len(run.optimizer.param_groups[1]["params"]) == len([*run.stopped.range_parameters()]) > 0
+    assert run.schedule.last_epoch == 2
+    assert run.optimizer.state[run.optimizer.param_groups[1]["params"][0]]["step"] == 2
+
+
 def check_labels(run: SimpleNamespace) -> None:
     assert run.sim.model.get_parameter("head.weight").grad.any()
 
@@ -73,5 +98,6 @@ def check_live(run: SimpleNamespace) -> None:
 
 
 PROGRAMS = [
-    (with_loop, check_loop), (with_labels, check_labels), (with_blocks, check_features), (with_batch_norm, check_live)]
+    (with_loop, check_loop), (with_labels, check_labels), (with_stopped, check_stopped), (with_blocks, check_features),
+    (with_batch_norm, check_live)]
 """One pair for each block."""
