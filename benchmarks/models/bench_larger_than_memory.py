@@ -79,7 +79,7 @@ def child(kind: str, source: Path, target: Path) -> None:
 
     imports()
     Path("/proc/self/clear_refs").write_text("5")
-    (least, _), started = memory(), resource.getrusage(resource.RUSAGE_SELF)
+    (least, _), started, begun = memory(), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     foreseen, own = list[float](), forecast.forecast
 
     def kept(*arguments: Any, **options: Any) -> forecast.Forecast:
@@ -116,7 +116,8 @@ def child(kind: str, source: Path, target: Path) -> None:
                                 options=options, verify="unverified" not in how)
     (_, peak), used = memory(), resource.getrusage(resource.RUSAGE_SELF)
     print(json.dumps({"peak": peak - least, "foreseen": max(foreseen, default=0.0),
-                      "user": used.ru_utime - started.ru_utime, "system": used.ru_stime - started.ru_stime}))
+                      "user": used.ru_utime - started.ru_utime, "system": used.ru_stime - started.ru_stime,
+                      "wall": time.perf_counter() - begun}))
 
 
 def start(kind: str, source: Path, target: Path) -> subprocess.Popen[str]:

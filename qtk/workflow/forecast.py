@@ -28,7 +28,7 @@ from qtk.layerwise.walk import QUANTIZED_PATHS
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import CARRIED
-from qtk.nn.mapped_weights import LIMIT_BYTES, has_mapped, is_large, parameter_bytes
+from qtk.nn.mapped_weights import has_mapped, is_large, readable_bytes
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.torch_private import length_hint
 
@@ -87,7 +87,7 @@ def forecast(
     Raises: CalibrationError if there is no layer to work on.
     """
     is_mapped, total = has_mapped(simulation.model), sum(each.numel() for each in simulation.model.parameters())
-    mapped = {"weights of files": LIMIT_BYTES} if is_mapped and parameter_bytes(simulation.model) > LIMIT_BYTES else {}
+    mapped = {"weights of files": readable_bytes(simulation.model)} if is_mapped else {}
     if not methods:
         layers, _ = weighted_layers(simulation.model, simulation.plan)
         largest = max((layer.weight.numel() for layer in layers), default=0)

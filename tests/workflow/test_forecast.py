@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import qtk
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT
 from qtk.layerwise.reconstruction import Reconstruction
+from qtk.nn.mapped_weights import bounded
 from qtk.workflow import forecast as forecasting
 from qtk.workflow.forecast import Forecast, forecast
 
@@ -40,6 +42,21 @@ def test_parts_are_those_of_the_shapes():
 def test_a_model_without_values_has_the_same_forecast():
     one, other = (forecast(sim_of(device).simulation, [Gptq()], batches=2) for device in ("cpu", "meta"))
     assert one == other
+
+
+def test_weights_of_files_count_until_they_are_in_memory(tmp_path):
+    layers = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))
+    save_file(layers.state_dict(), tmp_path / "model.safetensors")
+    sim = qtk.QuantSim.from_checkpoint(tmp_path, torch.ones(8, 512), model=lambda: nn.Sequential(
+        nn.Linear(512, 1024), nn.Linear(1024, 512)), config="weight_only_int4", verify=False)
+    with bounded(sim.model, limit_bytes=0):
+        pass
+    before = forecast(sim.simulation, [Gptq()]).parts["weights of files"]
+    assert 0.9 < before / 2**22 < 1.1
+    for each in sim.model.parameters():
+        each.sum()
+    assert forecast(sim.simulation, [Gptq()]).parts["weights of files"] == 0
+    assert "weights of files" not in forecast(sim_of().simulation, [Gptq()]).parts
 
 
 @pytest.mark.medium
