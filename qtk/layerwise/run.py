@@ -32,7 +32,7 @@ from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
 from qtk.nn.device import device_of
-from qtk.nn.mapped_weights import is_mapped
+from qtk.nn.mapped_weights import is_mapped, return_free_memory
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.observers.ranks import from_first, several_ranks
 
@@ -191,6 +191,8 @@ class LayerwiseRun:
                 originals.keep(*update.written(layer))
                 update.write(layer)
                 originals.wrote(*update.written(layer))
+            if is_mapped(layer.weight):
+                return_free_memory()
         elif self._earlier.is_continued:
             originals.restore(layer)
 

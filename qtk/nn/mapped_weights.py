@@ -91,7 +91,7 @@ def rewrite(parameter: Tensor, value: Tensor) -> None:
         parameter.data = value.clone()
     if not _has_written_pages(before):
         _drop([_range(before)])
-    _return_free()
+    return_free_memory()
 
 
 def _in_file(value: Tensor) -> Tensor:
@@ -193,10 +193,10 @@ class _Pages:
                        and each.tensor._version == each.version]
         self._known += _unwritten(moved) if moved else []
         _drop(_range(each.tensor) for each in self._known)
-        _return_free()
+        return_free_memory()
 
 
-def _return_free() -> None:
+def return_free_memory() -> None:
     """Gives memory that is free inside the heap back to the system: glibc keeps what lies below anything in use."""
     with suppress(AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -11,6 +11,7 @@ import qtk
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT
 from qtk.layerwise.reconstruction import Reconstruction
+from qtk.layerwise.seq_mse import SeqMse
 from qtk.nn.mapped_weights import bounded
 from qtk.workflow import forecast as forecasting
 from qtk.workflow.forecast import Forecast, forecast
@@ -35,8 +36,27 @@ def test_parts_are_those_of_the_shapes():
     disk = forecast(sim.simulation, gptq, batches=3, scale=2.0, options=replace(DEFAULT, offload="disk"))
     assert disk.parts["values between layers"] == 2 * between
     assert disk.parts["float weights"] == 0
+    assert "float weights" not in forecast(sim.simulation, [SeqMse()]).parts  # it changes encodings alone
     assert found.multiplications > 2 * 3 * 2 * ROWS * 2 * 4 * WIDTH**2
     assert forecast(sim.simulation).peak_bytes < found.peak_bytes
+
+
+class WideBesideLarge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.small, self.large = nn.Linear(8, 4096), nn.Linear(8, 512), nn.Linear(512, 512)
+
+    def forward(self, x):
+        wide, small = self.wide(x), self.small(x)
+        summed = wide.sum(-1)
+        return self.large(small), summed
+
+
+def test_values_count_that_are_there_at_the_layer_that_takes_most():
+    sim = qtk.QuantSim(WideBesideLarge().eval(), torch.ones(4, 8), weight_bits=8, activation_bits=None)
+    found = forecast(sim.simulation, [Gptq()], batches=3, options=replace(DEFAULT, holdout=0))
+    assert found.parts["values between layers"] == 2 * 3 * 4 * (512 + 1) * 4
+    assert found.parts["one batch"] >= 2 * 4 * 4096 * 4
 
 
 def test_a_model_without_values_has_the_same_forecast():
