@@ -137,6 +137,7 @@ class _Bounded(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self._pages.resident_bytes() - self._least > self._limit:
             self._pages.drop()
+            self._least = self._pages.resident_bytes()  # of other files
         return result
 
 

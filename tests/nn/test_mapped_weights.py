@@ -53,6 +53,17 @@ def test_weights_are_dropped_while_a_model_runs_and_read_again(model):
     assert torch.equal(model(x), expected)
 
 
+def test_other_files_in_memory_do_not_drop_weights_again_and_again(model, tmp_path, monkeypatch):
+    save_file({"x": torch.ones(2 * MEGABYTE)}, tmp_path / "other.safetensors")
+    other, drops, drop = load_file(tmp_path / "other.safetensors")["x"], [], mapped_weights._Pages.drop
+    monkeypatch.setattr(mapped_weights._Pages, "drop", lambda pages: (drops.append(pages), drop(pages)))
+    with bounded(model, limit_bytes=4 * MEGABYTE):
+        other.sum()  # 8 MB that stay
+        for _ in range(20):
+            torch.ones(1).sum()
+    assert len(drops) <= 3  # at the beginning, then, and at the end
+
+
 HEAP = """
 import sys
 import torch
