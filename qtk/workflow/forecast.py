@@ -28,7 +28,7 @@ from qtk.layerwise.walk import QUANTIZED_PATHS
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import CARRIED
-from qtk.nn.mapped_weights import LIMIT_BYTES, has_mapped, is_large, parameter_bytes, readable_bytes
+from qtk.nn.mapped_weights import has_mapped, is_large, readable_bytes
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.torch_private import length_hint
 
@@ -37,8 +37,8 @@ CGROUP = Path("/sys/fs/cgroup")
 """Where Linux says how much memory a container may take and has taken, files in its cache included."""
 
 HEAP = 1.25
-"""What a solve takes of the system over what it allocates, free blocks of the heap included, unless ``bounded`` gives
-them back: 1.2 to 1.3 for seq_mse and GPTQ of 768 x 2048."""
+"""What a solve takes of the system over what it allocates, free blocks of the heap included: 1.2 to 1.3 for seq_mse and
+GPTQ of 768 x 2048. Runs on weights of files give free blocks back after each layer."""
 
 HELD_OUT = 2
 """Sums of the samples that are held out, and of the others."""
@@ -108,7 +108,7 @@ def forecast(
     held = paths * (1 if options.offload == "disk" else batches)
     between, statistics, solving = max(((math.ceil(live.get(layer.name, 0.0) * held), each.statistics, each.solving)
                                         for layer, each in zip(layers, needed, strict=True)), key=sum)
-    if not is_mapped or parameter_bytes(simulation.model) <= LIMIT_BYTES:
+    if not is_mapped:
         solving = math.ceil(HEAP * solving)
     parts = {**mapped, "values between layers": between, "one batch": math.ceil(transient * paths),
              "statistics": statistics, "solving": solving}
