@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeGuard
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from qtk.core.free_name import free_name
 from qtk.export.onnx.names import ValueNames
+
+LENGTHS = "lengths"
+"""Metadata key of a DequantizeLinear until the file is complete: pairs of an axis and the length of the site along it,
+where the codes are longer; what is behind has no meaning, or repeats."""
 
 
 class NodeWriter:
@@ -100,6 +105,16 @@ class DequantizeNodes:
                              dequantize.outputs[0].dtype, shape)
         result.metadata_props.update(dequantize.metadata_props)
         return result
+
+    def longer(
+        self, dequantize: ir.Node, codes: ir.Value, shape: ir.Shape, before: ir.Node, *, axis: int
+    ) -> ir.Value:
+        """Dequantizes ``codes`` in front of a node: the codes of ``dequantize``, and more behind them along an axis."""
+        value, result = dequantize.outputs[0], self.like(dequantize, codes, shape)
+        assert value.shape is not None
+        result.metadata_props[LENGTHS] = json.dumps([[axis, value.shape[axis]]])
+        insert_before(before, result)
+        return result.outputs[0]
 
     def quantized_like(self, dequantize: ir.Node, value: ir.Value, before: ir.Node) -> ir.Value:
         """The codes of ``value`` that ``dequantize`` would dequantize, computed in front of a node."""
