@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.export.onnx.node_writer import stored_value
 from qtk.export.onnx.onnxruntime.passes import restore_nodes
 from qtk.export.onnx.stored_sites import narrowed, stored_sites
 from qtk.numerics import affine
@@ -78,7 +79,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
     steps: Counter[str] = Counter()
     outputs = []
     for site in stored_sites(file):
-        codes_value, reals_value = site.node.inputs[0], site.node.outputs[0]
+        codes_value, reals_value = stored_value(site.node.inputs[0]), site.node.outputs[0]
         if site.node.name not in top_level or codes_value is None or codes_value.producer() is None:
             continue  # in the body of a Scan, or a constant
         step = steps[site.name]
@@ -100,7 +101,8 @@ def sites_in_bodies(file: Path) -> int:
     top_level = {node.name for node in load_restored(file).graph}
     return len({
         site.name for site in stored_sites(file)
-        if site.node.name not in top_level and site.node.inputs[0] is not None and not _is_constant(site.node.inputs[0])
+        if site.node.name not in top_level and (codes := stored_value(site.node.inputs[0])) is not None
+        and not _is_constant(codes)
     })
 
 

@@ -166,6 +166,15 @@ def codes_of(dequantize: ir.Node) -> ir.Value:
     return codes
 
 
+def stored_value(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a value is, or that codes of fewer bits are cast from when a file is loaded; else itself."""
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type != "Cast":
+        return value
+    source = producer.inputs[0]
+    return source if source is not None and source.const_value is not None else value
+
+
 def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
     """Says whether codes are of an integer type: many operators have no float8, in ONNX or in ONNX Runtime."""
     return kind is not None and kind.is_integer()

@@ -17,6 +17,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
+from qtk.export.onnx.node_writer import stored_value
 from qtk.export.onnx.onnxruntime.passes import restore_nodes
 from qtk.export.onnx.qdq_nodes import SITES
 
@@ -46,7 +47,7 @@ class FileSite:
 
         ``(codes - zero_point) * scale``, as ONNX defines it, with the axis and block size in the node's attributes.
         """
-        codes, scale, *zero_points = self.node.inputs
+        codes, scale, *zero_points = map(stored_value, self.node.inputs)
         if codes is None or codes.const_value is None:
             return None
         reals = _numbers(codes).float()
@@ -136,6 +137,7 @@ def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _numbers(value: ir.Value | None) -> Tensor:
+    value = stored_value(value)
     if value is None or value.const_value is None:
         raise ValueError("scale and zero point must be initializers")
     dtype = "int32" if value.const_value.dtype.is_integer() else "float32"

@@ -42,6 +42,7 @@ from qtk.export.onnx.onnxruntime.scalar_ranks import ELEMENTWISE, rank_scalars
 from qtk.export.onnx.onnxruntime.separate_weights import separate_weights
 from qtk.export.onnx.onnxruntime.stacked_products import PRODUCTS, multiply_stacks, restore_operands
 from qtk.export.onnx.onnxruntime.weight_on_right import move_weight_to_rhs
+from qtk.export.onnx.onnxruntime.widened_weights import WIDER, widen_weights
 from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.storage_types import BLOCK_OPSET
 
@@ -140,6 +141,9 @@ BEFORE_SITES_ARE_LISTED = (
          is_for=lambda purpose: purpose.onnxruntime),
     Pass("repeat_gates", "images are multiplied by gates of channels in runs of that many values", "1.32",
          _of_graph(repeat_gates), _any_of("Mul"), after=("pool_codes", "add_hard_sigmoids"),
+         is_for=lambda purpose: purpose.onnxruntime),
+    Pass("widen_weights", "products of weights of 4 bits compute in float", "1.32", _of_graph(widen_weights),
+         frozenset(WIDER), after=("keep_float_biases", "drop_zeros_of_convolutions"),
          is_for=lambda purpose: purpose.onnxruntime),
     Pass("remove_unused", "what the rewrites above replaced stays in the file", "all", _of_model(remove_unused)),
     Pass("dequantize_when_loaded", "weights of float operators are dequantized at every run", "1.31",
