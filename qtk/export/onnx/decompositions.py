@@ -30,7 +30,7 @@ TRANSLATED = frozenset((
 
 def decompose_where_needed(program: ExportedProgram) -> None:
     """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table."""
-    program.run_decompositions = partial(_decomposed, program)  # type: ignore[method-assign]
+    program.run_decompositions = partial(_decomposed, program)
 
 
 def write_decomposed(graph: fx.Graph) -> None:
@@ -44,7 +44,7 @@ def write_decomposed(graph: fx.Graph) -> None:
                 _replace(node, graph.call_function(_ATEN.view.default, (node.args[0], sizes)))
 
 
-def _lengths(node: fx.Node) -> list[object] | None:
+def _lengths(node: fx.Node) -> list[fx.Node | int] | None:
     """The lengths of what a node flattens; ``None`` if they are free behind the first of the flattened axes."""
     (value, start, *_), result = (*node.args, 0), node.meta.get("val")
     if not isinstance(start, int) or start < 1 or not isinstance(result, Tensor):
@@ -64,7 +64,8 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
 
 def _decomposed(program: ExportedProgram, table: Table | None = None, **options: bool) -> ExportedProgram:
     if table is None or options or any(map(partial(_is_decomposed, table), _nodes(program))):
-        return ExportedProgram.run_decompositions(program, table, **options)  # type: ignore[arg-type]
+        decomposed: ExportedProgram = ExportedProgram.run_decompositions(program, table, **options)
+        return decomposed
     return program
 
 
