@@ -46,7 +46,7 @@ def pad_channels(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _weight(node: ir.Node) -> ir.Node | None:
-    """What dequantizes the stored weight of an integer convolution that is to be padded; else ``None``."""
+    """The node that dequantizes the stored weight of an integer convolution to be padded; else ``None``."""
     weight = None if node.op_type != "Conv" or node.inputs[1] is None else node.inputs[1].producer()
     if weight is None or weight.op_type != "DequantizeLinear" or not is_integer_convolution(node):
         return None
