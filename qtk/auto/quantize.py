@@ -138,7 +138,7 @@ def quantize(
         progress: show a bar.
         states: inputs that are outputs of the call before, as for ``QuantSim``; of ``qtk.Sequences`` whole ones judge.
         budget: what no setting may exceed: ``{"bytes": 2e6}`` of parameters, ``{"milliseconds": 4.0}`` of a call in
-            ONNX Runtime on this machine, for which what would be kept is exported and measured.
+            the target's runtime, else in ONNX Runtime, on this machine; what would be kept is exported and measured.
 
     Returns: the best simulation found, and the account of all trials, printable.
 
@@ -319,11 +319,11 @@ class _Run:
         return Measured(time.monotonic() - begun, error, drop, failure, size, run_time, scores), sim
 
     def _time(self, before: QuantSim, dynamic: QuantSim) -> None:
-        """Notes how long a call of both takes in ONNX Runtime, if it can be measured here."""
+        """Notes how long a call of both takes in the runtime of the target, if it can be measured here."""
         try:
             whole = WholeLatency(self.builder.model, self.builder.example_inputs)
             ratio = whole.ratio(before, progress=False) * whole.ratio(dynamic, progress=False)
-        except QtkError:  # onnxruntime is not installed, or a model of several files
+        except QtkError:  # the runtime is not installed, or a model of several files
             return
         trials = self.account.trials
         kept = max(index for index, trial in enumerate(trials[:-1]) if trial.kept)
