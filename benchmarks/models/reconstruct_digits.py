@@ -2,6 +2,7 @@
 
     python benchmarks/models/reconstruct_digits.py --csv benchmarks/results/few_bits.csv
     python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 digits_lstm:4x4
+    python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 digits_cnn:4x4 --peers
     python benchmarks/models/reconstruct_digits.py --cells digits_vit:3x3 --seeds 0 1 --methods "reconstruction(drop=0)"
 
 Split ``unseen``: of every seed 512 other training images calibrate, and the figures are of the 1,285 images that were
@@ -9,7 +10,7 @@ not seen, test images and the training images left. Split ``benchmark``: the fir
 another order with every seed, and the figures are of the 540 test images. Figures are means over the seeds. The best
 setting is chosen by these figures, so that it is at least as good as any choice without them. KL is the divergence of
 the scores from the float model's, in nats. A row of ``--csv`` is one run, written when it ends; what the file has is
-not run again.
+not run again. ``--peers`` adds other toolkits (``few_bits_peers``), which must be installed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from statistics import mean
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from few_bits_peers import PEERS, quantized_by
+from torch import Tensor, nn
 
 import qtk
 from qtk.demo.digits import load_digits_split
@@ -40,6 +42,8 @@ CELLS = {
                   "digits_vit:3x3"),
 }
 SAMPLES = 512
+PEER = "peer"
+"""Stands in the place of the scheme of a run by another toolkit."""
 
 
 class Run(NamedTuple):
@@ -79,15 +83,15 @@ def digits(split: str, seed: int) -> Digits:
         order = torch.randperm(SAMPLES, generator=generator)
         return Digits(list(data.train_images[order].split(64)), data.test_images, data.test_labels)
     order = torch.randperm(len(data.train_images), generator=generator)
-    rest = order[SAMPLES:]
-    return Digits(list(data.train_images[order[:SAMPLES]].split(64)), torch.cat([data.test_images, data.train_images[rest]]),
+    batches, rest = list(data.train_images[order[:SAMPLES]].split(64)), order[SAMPLES:]
+    return Digits(batches, torch.cat([data.test_images, data.train_images[rest]]),
                   torch.cat([data.test_labels, data.train_labels[rest]]))
 
 
 def runs(arguments: argparse.Namespace) -> Iterator[Run]:
     """All runs, seed by seed."""
     learned = (("activation_mse", ("seq_mse", "coordinate_descent", each)) for each in arguments.methods)
-    settings = (*SETTINGS, *learned)
+    settings = (*SETTINGS, *learned, *((PEER, (each,)) for each in PEERS if arguments.peers))
     for cell in arguments.cells or CELLS[arguments.split]:
         model, width = cell.split(":")
         weight_bits, activation_bits = width.split("x")
@@ -101,14 +105,20 @@ def figures(run: Run, prepared: qtk.PreparedModel) -> Figures:
     """Quantizes a model, and measures it."""
     data = digits(run.split, run.seed)
     weight_bits, activation_bits = map(int, run.setting[1:].split("A"))
-    sim = qtk.QuantSim(prepared, data.batches[0], scheme=run.scheme, weight_bits=weight_bits,
-                       activation_bits=activation_bits)
-    sim.compute_encodings(data.batches, progress=False)
-    begun = time.process_time()
-    qtk.apply_layerwise(sim, data.batches, run.methods.split(" + "), progress=False)
+    quantized: nn.Module
+    if run.scheme == PEER:
+        begun = time.process_time()
+        quantized = quantized_by(run.methods, build(run.model), data.batches, weight_bits, activation_bits)
+    else:
+        sim = qtk.QuantSim(prepared, data.batches[0], scheme=run.scheme, weight_bits=weight_bits,
+                           activation_bits=activation_bits)
+        sim.compute_encodings(data.batches, progress=False)
+        begun = time.process_time()
+        qtk.apply_layerwise(sim, data.batches, run.methods.split(" + "), progress=False)
+        quantized = sim.model
     seconds = time.process_time() - begun
     with torch.no_grad():
-        own, scores = sim.model(data.images), build(run.model)(data.images)
+        own, scores = quantized(data.images), build(run.model)(data.images)
     hits = (own.argmax(1) == data.labels).double().mean()
     return Figures(100 * float(hits), float(qtk.distillation_loss(own, scores)), seconds)
 
@@ -150,6 +160,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", help="model and bits of weights and activations, as in digits_vit:3x3")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--methods", nargs="*", default=["reconstruction"], help="the last of a chain")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

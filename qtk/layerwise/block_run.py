@@ -241,7 +241,8 @@ class BlockRun:
         hooks = dict.fromkeys(window.ranges if drop else (), dropping(lambda: drop))
         device, order = next(self._graph.parameters()).device, list[int]()
         try:
-            with torch.enable_grad(), learned.acting(), hooked(hooks), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            devices = [device] if device.type == "cuda" else []
+            with torch.enable_grad(), learned.acting(), hooked(hooks), torch.random.fork_rng(devices):
                 torch.manual_seed(SEED)
                 for step in range(method.iterations):
                     drop = method.drop * (1 - step / method.iterations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.sparsity import zeros_of
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.affine import expand
-from qtk.quantizers.quantizer import Quantizer
 
 
 class LearnedBias:
@@ -69,9 +68,8 @@ class WindowVariables:
     @contextmanager
     def acting(self) -> Iterator[None]:
         """While the body runs, the quantized path reads the weights and biases as they are learned so far."""
-        with ExitStack() as stack:
-            stack.enter_context(hooked({each: replacing(rounding.weight) for each, rounding in self._roundings.items()}))
-            stack.enter_context(self._paths.replaced({bias: each.value for bias, each in self._biases.items()}))
+        hooks = {quantizer: replacing(each.weight) for quantizer, each in self._roundings.items()}
+        with hooked(hooks), self._paths.replaced({bias: each.value for bias, each in self._biases.items()}):
             yield
 
     def values(self) -> tuple[list[Tensor], list[Tensor]]:
