@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,11 +31,8 @@ def modelopt(model: nn.Module, batches: Sequence[Tensor], weight_bits: int, acti
     return mtq.quantize(model, config, lambda quantized: [quantized(batch) for batch in batches])
 
 
-def brevitas(model: nn.Module, batches: Sequence[Tensor], weight_bits: int, activation_bits: int,
-             rounding: str = "gptq") -> nn.Module:
-    """Brevitas' post-training example: layers one by one, activations by percentile, then GPTQ or learned rounding."""
-    import torch
-    from brevitas_examples.imagenet_classification.ptq.learned_round_utils import apply_learned_round
+def brevitas(model: nn.Module, batches: Sequence[Tensor], weight_bits: int, activation_bits: int) -> nn.Module:
+    """Brevitas' post-training example: layers one by one, ranges by MSE, GPTQ on quantized inputs, bias correction."""
     from brevitas_examples.imagenet_classification.ptq.ptq_common import (
         apply_bias_correction,
         apply_gptq,
@@ -54,22 +52,15 @@ def brevitas(model: nn.Module, batches: Sequence[Tensor], weight_bits: int, acti
     calibrate(loader, quantized)
     with torch.no_grad():
         quantized(batches[0])
-    if rounding == "gptq":
-        apply_gptq(loader, quantized, act_order=True, use_quant_activations=True)
-    else:
-        apply_learned_round(quantized, loader, Namespace(
-            learned_round="hard_sigmoid_round", learned_round_mode="layerwise", learned_round_iters=1000,
-            learned_round_lr=1e-3, learned_round_lr_scheduler=None, learned_round_loss="regularised_mse",
-            learned_round_batch_size=32))
+    apply_gptq(loader, quantized, act_order=True, use_quant_activations=True)
     apply_bias_correction(loader, quantized)
     return quantized.eval()
 
 
 PEERS: dict[str, Callable[[nn.Module, Sequence[Tensor], int, int], nn.Module]] = {
     "ModelOpt": modelopt,
-    "ModelOpt, SmoothQuant": lambda *given: modelopt(*given, algorithm="smoothquant"),
+    "ModelOpt, SmoothQuant": partial(modelopt, algorithm="smoothquant"),
     "Brevitas, GPTQ": brevitas,
-    "Brevitas, learned rounding": lambda *given: brevitas(*given, rounding="learned"),
 }
 
 
