@@ -216,12 +216,15 @@ class _Run:
         late = False
         steps = itertools.chain(
             [("plain calibration", first)],
-            trial_order(lambda: self.best or first, self._ranked, self.builder.price,
+            trial_order(lambda: self.best or first, self._ranked, self._price,
                    dynamic=self.builder.dynamic is not None, few_bits=all(
                        isinstance(bits, int) and bits <= FEW_BITS
                        for bits in (self.builder.weight_bits, self.builder.activation_bits)))
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
+            if self.account.trials and self._is_over():  # ranking and run times took the rest
+                late = True
+                break
             if self._leaves_out(step, choices):
                 self.account.trials.append(Trial(step, 0.0, reason=LEFT_OUT))
                 continue
@@ -242,6 +245,10 @@ class _Run:
         if self.promise is None or self.promise.is_possible or best is None or best.drop is None:
             return self.account.reached
         return best.drop <= self.account.max_drop
+
+    def _price(self, choices: Choices) -> float:
+        """As ``TrialBuilder.price``; inf when the time is over, since no trial begins then."""
+        return math.inf if self._is_over() else self.builder.price(choices)
 
     def _is_over(self, share: float = 1.0) -> bool:
         """Says whether this share of the time limit is over."""

@@ -2,7 +2,8 @@
 
 With a prior, methods see the Gram matrix ``H + prior · mean(diag H) I``: as if that part of the data were noise of
 equal power in all columns. The stronger it is, the less they rely on what only these data have. The prior is at least
-the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data); stronger ones are
+the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data), and more where no
+data reach many directions (``unreached``): held-out data of the same kind do not reach them either. Stronger ones are
 tried as long as the error on held-out data falls, on some of the outputs where these are found one by one. If no prior
 lowers it, each method is tried alone; if that gains nothing either, the layer stays as it is.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from qtk.algorithms.cholesky import cholesky
 from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
@@ -25,6 +27,10 @@ PRIORS = 0.0, 0.01, 0.03, 0.1, 0.3
 """Strengths of the prior that are tried, above the least one."""
 MAX_PRIOR = 1e3
 """Upper bound of the prior, beyond which it alone decides."""
+UNREACHED_POWER = 1e-4
+"""The power, as a multiple of the mean, below which data hardly reach a direction."""
+UNREACHED_PRIOR = 0.01
+"""The prior where data reach half of the directions."""
 OUTPUT_STRIDE = 8
 """The prior is chosen on every 8th output: outputs are solved independently."""
 MIN_OUTPUTS = 64
@@ -59,7 +65,7 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         state = _applied(start, methods)
         before, after = state.loss or (0.0, 0.0)
         return Winner(state, _name(methods), before, after, None)
-    floor = shrinkage(start.error.gram, moments.rows_of_groups)
+    floor = least_prior(start.error.gram, moments.rows_of_groups)
     if held_out is None or not held_out.rows:
         state, own = _applied(with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
@@ -102,6 +108,12 @@ def _better(
             return
 
 
+def least_prior(gram: Tensor, rows: int | Tensor) -> Tensor:
+    """The weakest prior that is tried. Shape: as ``shrinkage``."""
+    share = unreached(gram)
+    return shrinkage(gram, rows) + UNREACHED_PRIOR * share / (1 - share)
+
+
 def shrinkage(gram: Tensor, rows: int | Tensor) -> Tensor:
     """The prior that shrinks ``gram``, of ``rows`` rows, to the least expected squared error, for normal data.
 
@@ -121,6 +133,30 @@ def shrinkage(gram: Tensor, rows: int | Tensor) -> Tensor:
     denominator = (rows + 1 - 2 / columns) * (power - trace / columns)
     intensity = (numerator / denominator.clamp(min=torch.finfo(gram.dtype).tiny)).clamp(0, 1)
     return (intensity / (1 - intensity)).nan_to_num().clamp(max=MAX_PRIOR)
+
+
+def unreached(gram: Tensor) -> Tensor:
+    """A lower bound of the share of directions that the data hardly reach, smooth in the Gram matrix.
+
+    With ``H + ε mean(diag H) I = L Lᵀ`` and ε = UNREACHED_POWER, ``L_ii²`` is what the columns before leave of column
+    i: ``ε mean(diag H)`` if they determine it, never less. The result is the mean of ``ε mean(diag H) / L_ii²``, at
+    most that of ``ε mean(diag H) / (λ + ε mean(diag H))`` over the eigenvalues λ of H.
+
+    Shape: ``gram`` [groups, blocks, block, block]; result [groups, blocks], at least 0 and below 1.
+
+    >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) @ torch.eye(12)[:3]
+    >>> unreached((x.mT @ x)[None, None])  # 9 of 12
+    tensor([[0.7500]])
+    """
+    damped = gram.flatten(0, 1).clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    least = UNREACHED_POWER * diagonal.mean(-1, keepdim=True)
+    diagonal += least
+    factor, failed = cholesky(damped)
+    if bool(failed.any()):
+        factor = cholesky(damped.to(torch.float64))[0].to(gram.dtype)
+    share = (least / factor.diagonal(dim1=-2, dim2=-1).square()).clamp(max=1).mean(-1).nan_to_num()
+    return share.clamp(max=1 - 1 / gram.shape[-1]).reshape(gram.shape[:2])
 
 
 class _Judge:

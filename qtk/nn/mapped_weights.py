@@ -212,8 +212,10 @@ def _drop(ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def _mapped(tensors: Iterable[Tensor]) -> list[Tensor]:
-    ranges = _file_ranges()
-    return [each for each in tensors if each.device.type == "cpu" and each.numel() and _is_inside(each, ranges)]
+    perhaps = [each for each in tensors if each.device.type == "cpu" and each.numel()
+               and not each.untyped_storage().resizable()]  # memory that torch allocated can be resized
+    ranges = _file_ranges() if perhaps else []
+    return [each for each in perhaps if _is_inside(each, ranges)]
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

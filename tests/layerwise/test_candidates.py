@@ -9,7 +9,7 @@ from torch import nn
 
 from qtk.layerwise import candidates
 from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.candidates import choose, shrinkage
+from qtk.layerwise.candidates import choose, least_prior, shrinkage, unreached
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
@@ -121,6 +121,60 @@ def test_held_out_rows_change_only_the_choice():
         total *= 4
     scaled.rows *= 4
     assert torch.equal(choose(layer.start, [Gptq()]).state.weight, choose(other.start, [Gptq()]).state.weight)
+
+
+def few_directions(rows, reached, columns=48, seed=0):
+    """Rows [rows, columns] in ``reached`` directions, of unequal power, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(columns, columns, generator=generator))[0][:reached]
+    return (torch.randn(rows, reached, generator=generator) * torch.logspace(0, -1, reached)) @ basis
+
+
+@pytest.mark.parametrize("reached", [1, 12, 40, 48])
+def test_directions_that_no_rows_reach_are_counted_from_below(reached):
+    x = few_directions(1000, reached)
+    for gram in (x.mT @ x, (x.mT @ x).double(), 1e6 * (x.mT @ x)):
+        share = unreached(gram[None, None]).item()
+        values = torch.linalg.eigvalsh(x.double().mT @ x.double()).clamp(min=0)
+        most = (1e-4 * values.mean() / (values + 1e-4 * values.mean())).mean().item()
+        assert most == pytest.approx(1 - reached / 48, abs=2e-3)
+        assert share <= most + 1e-4
+        assert share >= 0.1 * most - 1e-6
+    assert unreached(torch.zeros(2, 1, 3, 3)).tolist() == [[0.0], [0.0]]
+    silent = torch.diag(torch.tensor([1.0, 2.0, 0.0, 0.0]))
+    assert unreached(silent[None, None]).item() == pytest.approx(0.5, abs=1e-4)
+
+
+def test_rows_of_few_directions_get_a_prior_however_many_they_are():
+    for rows in (1000, 10000):
+        x = few_directions(rows, 12)
+        assert least_prior((x.mT @ x)[None, None], rows).item() > 0.005
+    x = few_directions(10000, 48)
+    assert least_prior((x.mT @ x)[None, None], 10000).item() < 0.004
+
+
+def test_gptq_holds_for_rows_in_directions_that_no_data_reached():
+    """A token that the calibration data lack has an embedding which no Gram matrix knows."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(40, 64, generator=generator)  # an embedding: 30 tokens are seen, 10 are not
+    module = nn.Linear(64, 32, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(32, 64, generator=generator))
+    x = table[torch.randint(0, 30, (3000,), generator=generator)]
+    layer = layer_of(module, x, CHANNEL)
+    lost = {}
+    for prior in (0.0, candidates.UNREACHED_PRIOR):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(candidates, "UNREACHED_PRIOR", prior)
+            moments = SecondMoments(layer.geometry, RequiredStatistics(dtype=torch.float64, holdout=LAST_FIFTH))
+            moments.observe(x, x)
+            start = LayerState.of(layer, moments, torch.float64)
+            found = choose(start, [Gptq()]).state.simulated_weight()
+            lost[prior] = [float((rows @ (module.weight - found).detach().mT).square().mean())
+                           for rows in (table[:30], table[30:])]
+    (seen, unseen), (seen_now, unseen_now) = lost.values()
+    assert unseen_now < 0.9 * unseen
+    assert seen_now < 1.1 * seen
 
 
 def test_shrinkage_brings_gram_matrices_closer_to_those_of_endless_data():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import qtk
-from qtk.layerwise.candidates import shrinkage
+from qtk.layerwise.candidates import least_prior
 from qtk.numerics.error import decibels
 from tests.zoo.experts import FusedExperts
 
@@ -89,7 +89,7 @@ def test_each_expert_is_as_close_as_gptq_in_float64_makes_it_by_itself():
     for index, weight in enumerate(fused.gate_up_proj.detach().double()):
         rows = x[(expert == index).any(-1)].double()
         scale = sim.quantizers["gate_up_proj"].scale[index].double().flatten()
-        damping = 0.01 + float(shrinkage((rows.mT @ rows)[None, None], len(rows)))
+        damping = 0.01 + float(least_prior((rows.mT @ rows)[None, None], len(rows)))
         reference, least, ours = (
             float((rows @ (weight - each).mT).square().sum())
             for each in (gptq_in_float64(weight, rows, scale, damping), rounded[index], found[index]))
