@@ -46,8 +46,7 @@ OF_FILE = 1 << 61
 
 def is_mapped(tensor: Tensor) -> bool:
     """Says whether the memory of a tensor, of at least a page, is a private range of a file."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    return tensor.device.type == "cpu" and size_bytes >= PAGE and _is_inside(tensor, _file_ranges())
+    return tensor.numel() * tensor.element_size() >= PAGE and bool(_mapped([tensor]))
 
 
 def is_large(model: nn.Module) -> bool:

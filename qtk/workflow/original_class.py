@@ -145,8 +145,7 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
 def _generating(generate: Callable[..., Any], *, without_cache: bool) -> Callable[..., Any]:
     """``generate`` with bound graphs, and each weight quantized once: nobody else changes these between two tokens.
 
-    Args:
-        without_cache: each token is computed from all before it, whatever a call or its settings ask for.
+    ``without_cache``: each token is computed from all before it, whatever a call or its settings ask for.
     """
 
     @functools.wraps(generate)
