@@ -19,6 +19,7 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,13 @@ from typing import Any
 import torch
 from bench_big_model import memory
 
-SIZES = {"tiny": (256, 768, 4, 4, 1024), "small": (768, 2048, 4, 12, 8192), "deep": (1024, 2816, 4, 16, 4096),
-         "large": (2048, 5632, 22, 32, 32000)}
-"""Width, inner width, layers, heads, vocabulary: 3.7 M, 36.6 M, 53 M (with 16 layers 185 M) and 1.1 B parameters."""
+SIZES = {"tiny": (256, 768, 4, 4, 1024), "small": (768, 2048, 4, 12, 8192), "one": (768, 2048, 1, 12, 8192),
+         "deep": (1024, 2816, 4, 16, 4096), "large": (2048, 5632, 22, 32, 32000)}
+"""Width, inner width, layers, heads, vocabulary: 3.7 M, 36.6 M, 18.6 M, 53 M (with 16 layers 185 M) and 1.1 B
+parameters."""
 
 BATCHES, ROWS, TOKENS = 8, 2, 128
+TURNS = 3
 
 
 def make(folder: Path, size: tuple[int, ...]) -> None:
@@ -79,7 +82,7 @@ def child(kind: str, source: Path, target: Path) -> None:
 
     imports()
     Path("/proc/self/clear_refs").write_text("5")
-    (least, _), started = memory(), resource.getrusage(resource.RUSAGE_SELF)
+    (least, _), started, begun = memory(), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     foreseen, own = list[float](), forecast.forecast
 
     def kept(*arguments: Any, **options: Any) -> forecast.Forecast:
@@ -116,7 +119,8 @@ def child(kind: str, source: Path, target: Path) -> None:
                                 options=options, verify="unverified" not in how)
     (_, peak), used = memory(), resource.getrusage(resource.RUSAGE_SELF)
     print(json.dumps({"peak": peak - least, "foreseen": max(foreseen, default=0.0),
-                      "user": used.ru_utime - started.ru_utime, "system": used.ru_stime - started.ru_stime}))
+                      "user": used.ru_utime - started.ru_utime, "system": used.ru_stime - started.ru_stime,
+                      "wall": time.perf_counter() - begun}))
 
 
 def start(kind: str, source: Path, target: Path) -> subprocess.Popen[str]:
@@ -127,8 +131,8 @@ def start(kind: str, source: Path, target: Path) -> subprocess.Popen[str]:
 def measured(kind: str, source: Path, target: Path) -> dict[str, float]:
     output, _ = start(kind, source, target).communicate()
     found: dict[str, float] = json.loads(output.splitlines()[-1])
-    print(f"  {kind:<16} peak {found['peak']:>6.0f} MB above imports, CPU {found['user']:.1f} s + "
-          f"{found['system']:.1f} s in the kernel", flush=True)
+    print(f"  {kind:<18} peak {found['peak']:>6.0f} MB above imports, CPU {found['user']:.1f} s + "
+          f"{found['system']:.1f} s in the kernel, {found['wall']:.1f} s by the clock", flush=True)
     return found
 
 
@@ -145,15 +149,21 @@ def row_bits(folder: Path, source: Path) -> None:
 
 
 def row_free(folder: Path, source: Path) -> None:
-    """The source is in the system's cache, for it was written just before; the copy ends on the disk, as the folder."""
-    times = {}
-    for kind in ("copy", "free unverified", "free"):
-        found = measured(kind, source, folder / f"free-{kind}")
-        times[kind] = found["user"] + found["system"]
+    """Both end on the disk; a copy takes once or thrice the time in the kernel, so medians of turns are compared."""
+    turns: dict[str, list[dict[str, float]]] = {"copy": [], "free unverified": [], "free": []}
+    for _ in range(TURNS):
+        for kind, found in turns.items():
+            found.append(measured(kind, source, folder / "free"))
+            shutil.rmtree(folder / "free")
     largest = max(path.stat().st_size for path in source.glob("*.safetensors")) / 2**20
-    ratios = [times[kind] / times["copy"] for kind in ("free unverified", "free")]
-    print(f"  {found['peak'] / largest:.2f} shards of {largest:.0f} MB; {ratios[0]:.1f} x the CPU of a copy, "
-          f"{ratios[1]:.1f} x with read-back")
+    peak = max(each["peak"] for each in turns["free"])
+    print(f"  {peak / largest:.2f} shards of {largest:.0f} MB; medians of {TURNS} turns, CPU s and s by the clock:")
+    for kind, found in turns.items():
+        used, wall = (statistics.median(values) for values in (
+            [each["user"] + each["system"] for each in found], [each["wall"] for each in found]))
+        if kind == "copy":
+            base_used, base_wall = used, wall
+        print(f"  {kind:<16} {used:.1f} ({used / base_used:.1f} x the copy), {wall:.1f} ({wall / base_wall:.1f} x)")
 
 
 def forked(source: Path, target: Path) -> int:
@@ -200,19 +210,29 @@ def row_kills(folder: Path, source: Path) -> None:
           f"{len(left)} files left beside it")
 
 
-FORECASTS = ("free", "seq_mse", "seq_mse memory", "gptq", "gptq memory", "gptq disk")
+FORECASTS = {"small": ("free", "seq_mse", "seq_mse memory", "gptq", "gptq memory", "gptq disk", "coordinate_descent"),
+             "one": ("adaround",)}
+
+
+def row_gptq(folder: Path, source: Path) -> None:
+    measured("gptq", source, folder / "gptq-large")
 
 
 def row_forecast(folder: Path, source: Path) -> None:
-    for kind in FORECASTS:
+    for kind in FORECASTS[source.name]:
         found = measured(kind, source, folder / f"forecast {kind}")
         print(f"    foreseen {found['foreseen']:.0f} MB: {found['foreseen'] / found['peak'] - 1:+.0%}", flush=True)
+
+
+RUNS = {"bits": (row_bits, ("small",)), "kills": (row_kills, ("tiny",)), "free": (row_free, ("large",)),
+        "gptq": (row_gptq, ("large",)), "forecast": (row_forecast, FORECASTS)}
+"""What measures a row, and the sizes of the models that it does so with."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="*", default=["bits", "kills"],
-                        choices=["bits", "kills", "free", "gptq", "depth", "forecast"])
+                        choices=[*RUNS, "depth"])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--child", nargs=3)
     arguments = parser.parse_args()
@@ -232,13 +252,11 @@ def main() -> None:
                     measured("gptq little", folder / "source", folder / "out")
                     shutil.rmtree(folder / "source"), shutil.rmtree(folder / "out")
                 continue
-            source = folder / {"free": "large", "gptq": "large", "kills": "tiny"}.get(row, "small")
-            if not source.exists():
-                make(source, SIZES[source.name])
-            if row == "gptq":
-                measured(row, source, folder / "gptq-large")
-            else:
-                {"bits": row_bits, "kills": row_kills, "free": row_free, "forecast": row_forecast}[row](folder, source)
+            run, sizes = RUNS[row]
+            for size in sizes:
+                if not (folder / size).exists():
+                    make(folder / size, SIZES[size])
+                run(folder, folder / size)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,10 @@ def assign_bits(
         data: batches to calibrate and to measure with; kept in memory.
         budget: one limit. ``{"bytes": n}``: all parameters with their scales. ``{"weight_bits": n}``: the mean width of
             the elements of weights. ``{"bit_operations": n}``: Σ multiplications × width × width over matrix products
-            and convolutions, for one call on the example inputs. ``{"milliseconds": n}``: such a call in ONNX Runtime
-            on this machine; matrix products are measured once for each shape, whole models to correct the sum, and the
-            result is measured again. The first two set widths of weights alone, the last widths of what matrix
-            products read.
+            and convolutions, for one call on the example inputs. ``{"milliseconds": n}``: such a call on this
+            machine, in the runtime of the simulation's target, else in ONNX Runtime; matrix products are measured once
+            for each shape, whole models to correct the sum, and the result is measured again. The first two set widths
+            of weights alone, the last widths of what matrix products read.
         choices: the widths that a site can have; ``None``: 4, 8 and 16 bits, for milliseconds 8 bits and float.
         loss: ``loss(outputs, batch)``, as for ``sim.sensitivity``; ``None``: the error of the outputs.
         forward: as for ``compute_encodings``.

@@ -40,9 +40,9 @@ class Budget:
         self._latency: WholeLatency | None = None
 
     def milliseconds(self, simulation: Callable[[], QuantSim]) -> float | None:
-        """Says how long a call takes in ONNX Runtime; ``None`` if the budget has no milliseconds.
+        """Says how long a call takes in the runtime of the target; ``None`` if the budget has no milliseconds.
 
-        Raises: ExportError if onnxruntime is missing, or the export fails; CalibrationError for a model in parts.
+        Raises: ExportError if the runtime is missing, or the export fails; CalibrationError for a model in parts.
         """
         if "milliseconds" not in self._limits:
             return None

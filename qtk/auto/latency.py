@@ -1,4 +1,8 @@
-"""How long a simulation takes in ONNX Runtime: each matrix product, as a model of one op, and the whole."""
+"""How long a simulation takes in the runtime of its target: each matrix product, as a model of one op, and the whole.
+
+``qtk.runtimes.kinds.runtime_of`` says which runtime. ONNX Runtime tells how long kernels take; elsewhere a product
+takes the time of its file, with the conversions at its borders, and what was measured of whole models corrects that.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import itertools
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +33,25 @@ from qtk.graph.flow import Flow
 from qtk.graph.sites import ports
 from qtk.quantsim import QuantSim
 from qtk.runtimes.kernel_times import computing_ms
+from qtk.runtimes.kinds import RuntimeKind, runtime_of
 from qtk.runtimes.latency import median_latencies_ms
-from qtk.runtimes.session import create_session
 
 TURNS, WHOLE_TURNS = 30, 40
+
+
+PROFILED = "onnxruntime"
+"""The runtime that says how long each kernel takes."""
+
+
+@contextmanager
+def _exported(sim: QuantSim) -> Iterator[tuple[RuntimeKind, Path]]:
+    """The runtime of a simulation's target, and a file for it. Raises: ExportError if it is missing, or refuses."""
+    kind = runtime_of(sim.simulation.target)
+    kind.require()
+    with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what users would do with the file
+        sim.export(Path(folder) / "sim", formats=(kind.format,))
+        yield kind, Path(folder) / "sim" / kind.file_name("")
 
 
 class OpLatencies:
@@ -50,7 +70,7 @@ class OpLatencies:
 
         A product that cannot run so, in such widths, counts as in float.
 
-        Raises: ExportError if onnxruntime is not installed, or a product of floats cannot run.
+        Raises: ExportError if the runtime is not installed, or a product of floats cannot run.
         """
         op = _Op(product)
         key = (op.key, data, other)
@@ -74,10 +94,11 @@ class OpLatencies:
                 config = rules.config(config, [site], setting_of(width))
         sim = QuantSim(op, inputs, config=config, dynamic_shapes=None)
         sim.compute_encodings([inputs], progress=False)
-        with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what users would do with the file
-            sim.export(Path(folder) / "op", formats=("onnx",))
-            return computing_ms(Path(folder) / "op" / "model.onnx", inputs, turns=TURNS)
+        with _exported(sim) as (kind, file):
+            if kind.name == PROFILED:
+                return computing_ms(file, inputs, turns=TURNS)
+            run = kind.timed(file, {str(index): value for index, value in enumerate(inputs)})
+            return median_latencies_ms({"op": run}, turns=TURNS)["op"]
 
 
 class WholeLatency:
@@ -98,7 +119,7 @@ class WholeLatency:
             raise CalibrationError("the model was captured in parts, which are exported to a file each and have no "
                                    "latency as a whole; give a budget of bit_operations")
         inputs = file_inputs(model, Call(*split_inputs(example_inputs), None))
-        self._feed = {name: value.detach().cpu().numpy() for name, value in inputs.items()}
+        self._inputs = {name: value.detach() for name, value in inputs.items()}
         self._first: Callable[[], object] | None = None
         self.first_ms = math.inf
 
@@ -107,21 +128,15 @@ class WholeLatency:
 
         The file is opened twice, since each opening lays out memory anew; the slower one counts.
 
-        Raises: ExportError if onnxruntime is missing, or the export fails.
+        Raises: ExportError if the runtime is missing, or the export fails.
         """
-        with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sim.export(Path(folder) / "sim", formats=("onnx",))
-            runs = {name: self._runner(Path(folder) / "sim" / "model.onnx") for name in ("once", "again")}
+        with _exported(sim) as (kind, file):
+            runs = {name: kind.timed(file, self._inputs) for name in ("once", "again")}
         if self._first is None:
             self._first = runs.pop("once")
         found = median_latencies_ms({"first": self._first, **runs}, turns=WHOLE_TURNS, progress=progress)
         self.first_ms = min(self.first_ms, found["first"])
         return max(found[each] for each in runs) / found["first"] if len(runs) == 2 else 1.0
-
-    def _runner(self, file: Path) -> Callable[[], object]:
-        session, _ = create_session(file)
-        return lambda: session.run(None, self._feed)
 
 
 class LatencyModel:

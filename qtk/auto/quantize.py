@@ -138,7 +138,7 @@ def quantize(
         progress: show a bar.
         states: inputs that are outputs of the call before, as for ``QuantSim``; of ``qtk.Sequences`` whole ones judge.
         budget: what no setting may exceed: ``{"bytes": 2e6}`` of parameters, ``{"milliseconds": 4.0}`` of a call in
-            ONNX Runtime on this machine, for which what would be kept is exported and measured.
+            the target's runtime, else in ONNX Runtime, on this machine; what would be kept is exported and measured.
 
     Returns: the best simulation found, and the account of all trials, printable.
 
@@ -216,12 +216,15 @@ class _Run:
         late = False
         steps = itertools.chain(
             [("plain calibration", first)],
-            trial_order(lambda: self.best or first, self._ranked, self.builder.price,
+            trial_order(lambda: self.best or first, self._ranked, self._price,
                    dynamic=self.builder.dynamic is not None, few_bits=all(
                        isinstance(bits, int) and bits <= FEW_BITS
                        for bits in (self.builder.weight_bits, self.builder.activation_bits)))
         )
         for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
+            if self.account.trials and self._is_over():  # ranking and run times took the rest
+                late = True
+                break
             if self._leaves_out(step, choices):
                 self.account.trials.append(Trial(step, 0.0, reason=LEFT_OUT))
                 continue
@@ -242,6 +245,10 @@ class _Run:
         if self.promise is None or self.promise.is_possible or best is None or best.drop is None:
             return self.account.reached
         return best.drop <= self.account.max_drop
+
+    def _price(self, choices: Choices) -> float:
+        """As ``TrialBuilder.price``; inf when the time is over, since no trial begins then."""
+        return math.inf if self._is_over() else self.builder.price(choices)
 
     def _is_over(self, share: float = 1.0) -> bool:
         """Says whether this share of the time limit is over."""
@@ -312,11 +319,11 @@ class _Run:
         return Measured(time.monotonic() - begun, error, drop, failure, size, run_time, scores), sim
 
     def _time(self, before: QuantSim, dynamic: QuantSim) -> None:
-        """Notes how long a call of both takes in ONNX Runtime, if it can be measured here."""
+        """Notes how long a call of both takes in the runtime of the target, if it can be measured here."""
         try:
             whole = WholeLatency(self.builder.model, self.builder.example_inputs)
             ratio = whole.ratio(before, progress=False) * whole.ratio(dynamic, progress=False)
-        except QtkError:  # onnxruntime is not installed, or a model of several files
+        except QtkError:  # the runtime is not installed, or a model of several files
             return
         trials = self.account.trials
         kept = max(index for index, trial in enumerate(trials[:-1]) if trial.kept)

@@ -24,7 +24,7 @@ Choice: TypeAlias = int | Literal["float"]
 """A width in bits, or float."""
 
 UNITS = {"bytes": "bytes of parameters", "weight_bits": "bits a weight, on average", "bit_operations": "bit operations",
-         "milliseconds": "milliseconds in ONNX Runtime"}
+         "milliseconds": "milliseconds of a call"}
 """What a budget can count → in words."""
 
 FLOAT_BITS = 32

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.algorithms.distillation import distillation_loss
+from qtk.algorithms.distillation import row_divergences
 from qtk.observers.extremes import sentinel_bound
 
 TINY = 1e-30
@@ -16,36 +16,49 @@ TINY = 1e-30
 
 @dataclass(slots=True)
 class BlockErrors:
-    """Sums over samples: squared error of what leaves blocks and its power, and the divergence of the model's output.
+    """Errors over samples: squared error of what leaves blocks and its power, and divergences of the model's output.
 
     Args:
         noise: the squared errors.
         signal: the power.
-        divergence: of the rows of the output.
-        rows: how many these are.
+        divergences: of the rows of the output.
 
-    Shape: ``noise`` and ``divergence`` [].
+    Shape: ``noise`` []; ``divergences`` [rows].
     """
 
     noise: Tensor = field(default_factory=lambda: torch.zeros(()))
     signal: float = 0.0
-    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rows: int = 0
+    divergences: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def add(self, other: BlockErrors) -> None:
-        """Changes the sums: adds the sums over other samples."""
-        self.noise, self.divergence = self.noise + other.noise, self.divergence + other.divergence
+        """Changes the errors: adds the errors over other samples."""
+        self.noise = self.noise + other.noise
+        self.divergences = torch.cat([self.divergences.to(other.divergences.device), other.divergences])
         self.signal += other.signal
-        self.rows += other.rows
 
     def add_value(self, value: Tensor, wanted: Tensor, weight: float) -> None:
         """Changes the sums: adds a value that leaves a block, its squares multiplied by ``weight``."""
-        self.add(BlockErrors(_squared_error(value, wanted) * weight, float(power(wanted)) * weight))
+        self.noise = self.noise + _squared_error(value, wanted) * weight
+        self.signal += float(power(wanted)) * weight
 
     def loss(self, weight: float) -> Tensor:
         """The relative error, and ``weight`` times the mean divergence of a row of the output."""
         loss = self.noise / max(self.signal, TINY)
-        return loss + weight * self.divergence / max(self.rows, 1) if weight else loss
+        return loss + weight * self.divergences.sum() / max(len(self.divergences), 1) if weight else loss
+
+    def diverges_more(self, before: BlockErrors) -> bool:
+        """Says whether the outputs of the same samples diverge more than ``before``, by more than chance explains.
+
+        The mean of the rises of the rows is compared with its standard error: of a few rows one or two make up most of
+        the divergence.
+
+        >>> before, after = (BlockErrors(divergences=torch.tensor(each)) for each in ([0.1, 0.2, 0.1], [0.1, 0.2, 0.9]))
+        >>> after.diverges_more(before), BlockErrors(divergences=before.divergences + 0.1).diverges_more(before)
+        (False, True)
+        """
+        rises = (self.divergences - before.divergences).double()
+        spread = float(rises.std()) if len(rises) > 1 else 0.0
+        return bool(len(rises)) and float(rises.mean()) > spread / len(rises)**0.5
 
 
 Parts: TypeAlias = tuple[BlockErrors, BlockErrors]
@@ -58,22 +71,29 @@ def power(value: Tensor) -> Tensor:
 
 
 def _squared_error(value: Tensor, wanted: Tensor) -> Tensor:
+    return _without_sentinels(value, wanted).square().sum()
+
+
+def _without_sentinels(value: Tensor, wanted: Tensor) -> Tensor:
+    """The error of a value, 0 where an attention-mask sentinel is wanted."""
     is_sentinel = wanted <= sentinel_bound(wanted.dtype)
     value, wanted = (each.float().masked_fill(is_sentinel, 0.0) for each in (value, wanted))
-    return (value - wanted).square().sum()
+    return value - wanted
 
 
-def divergence(output: Tensor, wanted: Tensor) -> tuple[Tensor, int]:
-    """The Kullback-Leibler divergence of scores, summed over their rows, and the number of rows.
+def divergences(output: Tensor, wanted: Tensor) -> Tensor:
+    """Returns the Kullback-Leibler divergence of every row of scores.
 
-    Of outputs without an axis of classes the squared error, relative to their power.
+    Of outputs without an axis of classes the squared error of every sample, relative to the mean power.
 
-    >>> divergence(torch.tensor([[1.0, 0.0]] * 3), torch.tensor([[2.0, 0.0]] * 3))
-    (tensor(0.2014), 3)
+    Shape: result [rows].
+
+    >>> divergences(torch.tensor([[1.0, 0.0]] * 3), torch.tensor([[2.0, 0.0]] * 3))
+    tensor([0.0671, 0.0671, 0.0671])
     """
     if not output.numel():
-        return output.new_zeros(()), 0
+        return output.new_zeros(0)
     if output.ndim < 2 or output.shape[-1] < 2:
-        return len(output) * _squared_error(output, wanted) / power(wanted).clamp(min=TINY), len(output)
-    rows = output.numel() // output.shape[-1]
-    return distillation_loss(output, wanted) * rows, rows
+        noise = _without_sentinels(output, wanted).square().reshape(len(output) if output.ndim else 1, -1).sum(-1)
+        return len(noise) * noise / power(wanted).clamp(min=TINY)
+    return row_divergences(output, wanted)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from qtk.algorithms.soft_rounding import SoftRounding
-from qtk.algorithms.weight_grid import WeightGrid
 from qtk.calls.calls import Call
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.graph.written_buffers import is_input
-from qtk.layerwise.block_errors import TINY, BlockErrors, Parts, divergence, power
-from qtk.layerwise.block_hooks import dropping, hooked, mixed, replacing
+from qtk.layerwise.block_errors import TINY, BlockErrors, Parts, divergences, power
+from qtk.layerwise.block_hooks import dropping, hooked, mixed
 from qtk.layerwise.blocks import Window, find_windows
 from qtk.layerwise.candidates import NONE
 from qtk.layerwise.checkpoint import Checkpoint
@@ -28,12 +26,12 @@ from qtk.layerwise.originals import EarlierResults
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.report import LayerResult
-from qtk.layerwise.sparsity import zeros_of
 from qtk.layerwise.walk import only_graph
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.layerwise.window_variables import WindowVariables
 from qtk.moments.batch_rows import BatchRows
 from qtk.moments.holdout import holdout_of
-from qtk.numerics.affine import expand
+from qtk.nn.mapped_weights import rewrite
 from qtk.numerics.im2col import Geometry
 from qtk.observers.ranks import several_ranks
 from qtk.ops.gradient_scale import GradientScale
@@ -160,33 +158,34 @@ class BlockRun:
         if self._checkpoint is not None and window.name in self._checkpoint.finished:
             return self._resumed(window, self._checkpoint)
         before = after = self._measured(window)
-        weights: list[Tensor] = []
+        values: tuple[list[Tensor], list[Tensor]] = [], []
         winner, former = NONE, list(zip(window.ranges, _encodings(window.ranges), strict=True))
         self._ranges += former
         if window.layers or window.ranges:
-            roundings = {layer.quantizer: _soft_rounding(layer, self._float_weights.get(layer, layer.weight.detach()))
-                         for layer in window.layers}
-            self._descend(window, roundings)
+            variables = WindowVariables(window, self._float_weights, self._paths)
+            self._descend(window, variables)
             judge = int(bool(before[1].signal))
-            with hooked({each: replacing(rounding.weight) for each, rounding in roundings.items()}):
+            with variables.acting():
                 learned = self._measured(window)
             losses = [float(each[judge].loss(self._method.divergence)) for each in (before, learned)]
-            if losses[1] < losses[0] and float(learned[judge].divergence) <= float(before[judge].divergence):
+            if losses[1] < losses[0] and not learned[judge].diverges_more(before[judge]):
                 if judge:
-                    self._descend(window, roundings, with_held_out=True)
+                    self._descend(window, variables, with_held_out=True)
                 after, winner = learned, f"Reconstruction, loss {losses[0]:.3g} → {losses[1]:.3g}"
-                weights = [rounding.weight().detach() for rounding in roundings.values()]
+                values = variables.values()
         if winner == NONE:
             with uninterrupted():
                 for quantizer, encoding in former:
                     _set_range(quantizer, encoding, frozen=False)
         else:
-            self._write(window, weights, _encodings(window.ranges))
+            self._write(window, *values, _encodings(window.ranges))
         if self._checkpoint is not None:
             self._save(self._checkpoint, window, winner, before, after)
         return _result(window.name, winner, before, after)
 
-    def _write(self, window: Window, weights: Sequence[Tensor], ranges: Sequence[Encoding]) -> None:
+    def _write(
+        self, window: Window, weights: Sequence[Tensor], biases: Sequence[Tensor], ranges: Sequence[Encoding]
+    ) -> None:
         originals = self._earlier.originals
         with uninterrupted():
             for layer, weight in zip(window.layers, weights, strict=True):
@@ -196,6 +195,11 @@ class BlockRun:
                 originals.keep(layer.weight)
                 LayerUpdate(encoding, weight.to(layer.weight.dtype), None, 0.0, 0.0).write(layer)
                 originals.wrote(layer.weight)
+            self._paths.keep_float(window.biases)
+            originals.keep(*window.biases)
+            for bias, value in zip(window.biases, biases, strict=True):
+                rewrite(bias, value)
+            originals.wrote(*window.biases)
             for quantizer, encoding in zip(window.ranges, ranges, strict=True):
                 _set_range(quantizer, encoding, frozen=True)
 
@@ -203,6 +207,7 @@ class BlockRun:
         tensors: dict[str, Tensor | None] = {}
         if winner != NONE:
             tensors = {f"weight {index}": layer.weight for index, layer in enumerate(window.layers)}
+            tensors |= {f"bias {index}": bias for index, bias in enumerate(window.biases)}
             for index, encoding in enumerate(_encodings(window.ranges)):
                 tensors |= {f"scale {index}": encoding.scale, f"zero_point {index}": encoding.zero_point}
         numbers = [number for each in (*before, *after) for number in (float(each.noise), each.signal)]
@@ -215,30 +220,29 @@ class BlockRun:
         parts = [BlockErrors(torch.tensor(noise), signal) for noise, signal in zip(errors, errors, strict=True)]
         if numbers["winner"] != NONE:
             self._ranges += zip(window.ranges, _encodings(window.ranges), strict=True)
-            self._write(window, [tensors[f"weight {index}"] for index in range(len(window.layers))], [
+            weights, biases = ([tensors[f"{kind} {index}"] for index in range(len(of))] for kind, of in (
+                ("weight", window.layers), ("bias", window.biases)))
+            self._write(window, weights, biases, [
                 Encoding(each.spec, tensors[f"scale {index}"], tensors.get(f"zero_point {index}"))
                 for index, each in enumerate(window.ranges)])
         return _result(window.name, numbers["winner"], (parts[0], parts[1]), (parts[2], parts[3]))
 
-    def _descend(
-        self, window: Window, roundings: Mapping[Quantizer, SoftRounding], *, with_held_out: bool = False
-    ) -> None:
-        """Learns roundings and ranges, from the samples that are seen or from all; ranges end fixed."""
+    def _descend(self, window: Window, learned: WindowVariables, *, with_held_out: bool = False) -> None:
+        """Learns roundings, biases and ranges, from the samples that are seen or from all; ranges end fixed."""
         method = self._method
         for quantizer in window.ranges:
             quantizer.learn_range(GradientScale.NONE)
         ranges = [parameter for each in window.ranges for parameter in each.parameters(recurse=False)]
-        variables = [each.variable for each in roundings.values()]
-        groups = (variables, method.learning_rate), (ranges, method.range_learning_rate)
+        groups = ((learned.roundings, method.learning_rate), (learned.shifts, method.bias_learning_rate),
+                  (ranges, method.range_learning_rate))
         optimizer = torch.optim.Adam([{"params": each, "lr": rate} for each, rate in groups if each])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, method.iterations)
-        hooks = {each: replacing(rounding.weight) for each, rounding in roundings.items()}
         drop = method.drop
-        if drop:
-            hooks |= dict.fromkeys(window.ranges, dropping(lambda: drop))
+        hooks = dict.fromkeys(window.ranges if drop else (), dropping(lambda: drop))
         device, order = next(self._graph.parameters()).device, list[int]()
         try:
-            with torch.enable_grad(), hooked(hooks), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            devices = [device] if device.type == "cuda" else []
+            with torch.enable_grad(), learned.acting(), hooked(hooks), torch.random.fork_rng(devices):
                 torch.manual_seed(SEED)
                 for step in range(method.iterations):
                     drop = method.drop * (1 - step / method.iterations)
@@ -250,7 +254,7 @@ class BlockRun:
                         continue
                     loss = errors.loss(method.divergence)
                     optimizer.zero_grad()
-                    torch.autograd.backward(loss, inputs=[*variables, *ranges])
+                    torch.autograd.backward(loss, inputs=[each for group, _ in groups for each in group])
                     optimizer.step()
                     schedule.step()
         finally:
@@ -285,7 +289,7 @@ class BlockRun:
                 if output.shape == wanted.shape:
                     pairs = zip(self._split(node, output, batch), self._split(node, wanted, batch), strict=True)
                     for part, (own, other) in zip(parts, pairs, strict=False):
-                        part.add(BlockErrors(torch.zeros_like(part.noise), 0.0, *divergence(own, other)))
+                        part.add(BlockErrors(divergences=divergences(own, other)))
         return parts
 
     def _float_outputs(self, window: Window, batch: int, targets: Values) -> list[Tensor]:
@@ -324,19 +328,6 @@ class BlockRun:
         """The float tensors among ``passed`` that did not enter."""
         return [(node, both[FLOAT]) for node, both in passed.items() if node not in entered
                 and isinstance(both[FLOAT], Tensor) and both[FLOAT].is_floating_point()]
-
-
-def _soft_rounding(layer: WeightedLayer, float_weight: Tensor) -> SoftRounding:
-    encoding = layer.quantizer.encoding
-    assert encoding is not None
-    shape, block_size = layer.weight.shape, encoding.spec.granularity.block_size(layer.weight.ndim)
-    scale, zero_point = (None if each is None else expand(each, shape, block_size).expand(shape).contiguous()
-                         for each in (encoding.scale, encoding.zero_point))
-    assert scale is not None
-    grid = WeightGrid(encoding.spec, scale, zero_point)
-    zeros, _ = zeros_of(layer.geometry, float_weight, layer.weight.detach())
-    weight, present = float_weight.to(torch.float32), layer.weight.detach().to(torch.float32)
-    return SoftRounding(weight, grid if zeros is None else grid.pruned(zeros), grid.nearest(present))
 
 
 def _encodings(quantizers: Sequence[Quantizer]) -> list[Encoding]:

@@ -25,6 +25,7 @@ class Window:
         ends: the ends of its blocks.
         layers: whose rounding is learned.
         ranges: the quantizers whose ranges are learned.
+        biases: of its layers, float; learned too.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Window:
     ends: tuple[int, ...]
     layers: tuple[WeightedLayer, ...]
     ranges: tuple[Quantizer, ...]
+    biases: tuple[Tensor, ...] = ()
 
     @property
     def end(self) -> int:
@@ -127,5 +129,7 @@ def find_windows(
             each.static or each.frozen or each.learns_range or each.spec.scale_format is not None))
         names = [layer.name for layer in own]
         name = f"{names[0]} … {names[-1]}" if names[1:] else names[0] if names else f"from {nodes[begin]}"
-        found.append(Window(name, begin, tuple(ends), own, ranges))
+        alone = set(map(id, paths.float_parameters(begin, end)))
+        biases = {id(bias): bias for layer in own if (bias := layer.bias) is not None and id(bias) in alone}
+        found.append(Window(name, begin, tuple(ends), own, ranges, tuple(biases.values())))
     return found

@@ -140,7 +140,7 @@ def unreached(gram: Tensor) -> Tensor:
 
     With ``H + ε mean(diag H) I = L Lᵀ`` and ε = UNREACHED_POWER, ``L_ii²`` is what the columns before leave of column
     i: ``ε mean(diag H)`` if they determine it, never less. The result is the mean of ``ε mean(diag H) / L_ii²``, at
-    most that of ``ε mean(diag H) / (λ + ε mean(diag H))`` over the eigenvalues λ of H.
+    most the mean of ``ε mean(diag H) / (λ + ε mean(diag H))`` over the eigenvalues λ of H.
 
     Shape: ``gram`` [groups, blocks, block, block]; result [groups, blocks], at least 0 and below 1.
 

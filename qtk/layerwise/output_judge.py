@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from qtk.calls.calls import Call
 from qtk.errors import CalibrationError
-from qtk.layerwise.block_errors import BlockErrors, divergence
+from qtk.layerwise.block_errors import divergences
 from qtk.layerwise.live_values import start_values
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.walk import only_graph
@@ -54,14 +54,15 @@ class OutputJudge:
         It is as for block reconstruction: of scores the Kullback-Leibler divergence, of outputs without an axis of
         classes the squared error, relative to their power.
         """
-        totals: list[BlockErrors] = []
+        found: list[list[Tensor]] = []
         for batch, wanted in enumerate(self._wanted):
             for index, pair in enumerate(zip(self._outputs(batch, is_quantized=True), wanted, strict=True)):
-                if index == len(totals):
-                    totals.append(BlockErrors())
+                if index == len(found):
+                    found.append([])
                 if pair[0].shape == pair[1].shape:  # else data decide which rows there are
-                    totals[index].add(BlockErrors(torch.zeros(()), 0.0, *divergence(*pair)))
-        return sum(float(total.divergence) / max(total.rows, 1) for total in totals)
+                    found[index].append(divergences(*pair))
+        rows = [torch.cat(each) for each in found if each]
+        return sum(float(each.sum()) / max(len(each), 1) for each in rows)
 
     @torch.no_grad()
     def _outputs(self, batch: int, *, is_quantized: bool) -> Iterator[Tensor]:

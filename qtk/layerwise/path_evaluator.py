@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -46,6 +47,7 @@ class PathEvaluator:
         self._parameter_nodes: set[fx.Node] = set()
         self._last_reads: dict[str, tuple[Tensor, int]] = {}  # of a parameter: itself, and the index of the node
         self._float_copies: dict[str, Tensor] = {}
+        self._stand_ins: dict[str, Callable[[], Tensor]] = {}
         for index, node in enumerate(graph.graph.nodes):
             if node.op == "get_attr" or node in self._moved or (
                 node in self.quantizers and node.all_input_nodes[0] in self._parameter_nodes
@@ -60,6 +62,28 @@ class PathEvaluator:
     def is_parameter(self, node: fx.Node) -> bool:
         """Says whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
+
+    def float_parameters(self, begin: int, end: int) -> list[Tensor]:
+        """The parameters that are read from node index ``begin`` to before ``end`` alone, and by no quantizer."""
+        places: dict[str, list[int]] = {}
+        quantized = {str(root.target) for node in self.quantizers if (root := self._root(node)) is not None}
+        for index, node in enumerate(self._graph.graph.nodes):
+            for read in () if self.is_parameter(node) else node.all_input_nodes:
+                root = self._root(read)
+                if root is not None:
+                    places.setdefault(str(root.target), []).append(index)
+        inside = [name for name, read_at in places.items() if begin <= min(read_at) and max(read_at) < end]
+        return [self._last_reads[name][0] for name in inside if name not in quantized]
+
+    @contextmanager
+    def replaced(self, parameters: Mapping[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
+        """While the body runs, quantized paths read other values in the place of ``parameters``."""
+        self._stand_ins = {name: value for name, (tensor, _) in self._last_reads.items()
+                           for parameter, value in parameters.items() if tensor is parameter}
+        try:
+            yield
+        finally:
+            self._stand_ins = {}
 
     def _root(self, node: fx.Node) -> fx.Node | None:
         """The parameter that a node is, quantizes or moves; ``None`` for other nodes."""
@@ -85,7 +109,10 @@ class PathEvaluator:
         """The value of a node on a path: from ``values``, or read anew for a parameter."""
         if not self.is_parameter(node):
             return values[node][path]
-        copy = None if self.quantized[path] else self._float_copies.get(str(node.target))
+        name = str(node.target)
+        if self.quantized[path] and name in self._stand_ins:
+            return self._stand_ins[name]()
+        copy = None if self.quantized[path] else self._float_copies.get(name)
         return self.evaluate(node, values, path) if copy is None else copy
 
     def evaluate(self, node: fx.Node, values: Values, path: int) -> Any:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from qtk.errors import CalibrationError
 from qtk.moments.holdout import Holdout, holdout_of
@@ -20,6 +20,9 @@ from qtk.observers.ranks import exchanged, several_ranks
 from qtk.observers.row_sample import RowSample
 
 T = TypeVar("T")
+
+GRAM_MATRICES = ("gram", "cross", "linear", "difference")
+"""Sums that only the solver of a layer reads, nearly all of the bytes."""
 
 AHEAD = 4
 """Layers for each rank whose statistics wait to be solved."""
@@ -36,17 +39,18 @@ class _Layout:
 
 
 def sum_over_ranks(
-    moments: SecondMoments | None, device: torch.device, problem: Exception | None = None
+    moments: SecondMoments | None, device: torch.device, problem: Exception | None = None, *, owner: int | None = None
 ) -> SecondMoments | None:
     """The statistics of the data of all ranks; ``None`` if no rank has any.
 
     Every rank must call it. The sums are reduced by ``all_reduce``, so that no rank holds another's; sample rows are
-    gathered.
+    gathered. Gram matrices of a layer that has an owner are reduced to it, and the other ranks keep none.
 
     Args:
         moments: the statistics of this rank.
         device: device of the result.
         problem: an exception of this rank, to be raised on all.
+        owner: the rank that gets the Gram matrices; ``None``: all do.
 
     Raises: ``problem``; CalibrationError for problems of other ranks, and if the ranks collect different statistics.
     """
@@ -59,42 +63,67 @@ def sum_over_ranks(
     if not layouts:
         return None
     first, shapes = layouts[0], _shapes(layouts)
+    owned = {name: shape for name, shape in shapes.items() if owner is not None and name in GRAM_MATRICES}
+    sums = _reduced(local, {name: shape for name, shape in shapes.items() if name not in owned}, device)
+    sums |= _reduced(local, owned, device, owner) if owned else {}
+    summed_moments = SecondMoments.of_sums(
+        first.geometry, first.required, sum(layout.rows for layout in layouts), sums,
+        _sample(local, first.required, device))
+    if first.required.holdout is not None:
+        summed_moments.held_out = sum_over_ranks(None if moments is None else moments.held_out, device, owner=owner)
+    return summed_moments
+
+
+def _reduced(
+    local: SecondMoments | None, shapes: Mapping[str, tuple[int, ...]], device: torch.device, owner: int | None = None
+) -> dict[str, Tensor]:
+    """The sums over all ranks, on all or on ``owner`` alone: other ranks get none."""
     lengths = [prod(shape) for shape in shapes.values()]
     summed = torch.zeros(sum(lengths), dtype=torch.float64, device=_reduce_device(device))
     sums = {name: part.view(shapes[name]) for name, part in zip(shapes, torch.split(summed, lengths), strict=True)}
     for name, total in () if local is None else local.sums.items():
-        sums[name].copy_(total)
-    distributed.all_reduce(summed)
-    summed_moments = SecondMoments.of_sums(
-        first.geometry, first.required, sum(layout.rows for layout in layouts),
-        {name: total.to(device) for name, total in sums.items()}, _sample(local, first.required, device),
-    )
-    if first.required.holdout is not None:
-        summed_moments.held_out = sum_over_ranks(None if moments is None else moments.held_out, device)
-    return summed_moments
+        if name in sums:
+            sums[name].copy_(total)
+    if owner is None:
+        distributed.all_reduce(summed)
+    else:
+        distributed.reduce(summed, owner)
+    is_here = owner in (None, distributed.get_rank())
+    return {name: total.to(device) for name, total in sums.items()} if is_here else {}
 
 
-def spread(tasks: Sequence[Callable[[], T]], costs: Sequence[float]) -> list[T]:
-    """Runs each task on one rank, the dearest first where the least is to be done. Returns: all results, on all ranks.
+def owners_of(costs: Sequence[float]) -> list[int | None]:
+    """The rank that does each task, the dearest first where the least is to be done; ``None`` in one process.
 
-    >>> spread([lambda: "one", lambda: "two"], [1.0, 2.0])
+    >>> owners_of([1.0, 2.0])
+    [None, None]
+    """
+    if not several_ranks():
+        return [None] * len(costs)
+    loads, owners = [0.0] * distributed.get_world_size(), dict[int, int]()
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
+    return [owners[index] for index in range(len(costs))]
+
+
+def spread(tasks: Sequence[Callable[[], T]], owners: Sequence[int | None]) -> list[T]:
+    """Runs each task on the rank that owns it. Returns: all results, on all ranks.
+
+    >>> spread([lambda: "one", lambda: "two"], [None, None])
     ['one', 'two']
 
     Raises: the exception of a task; on other ranks CalibrationError with its message.
     """
     if not several_ranks():
         return [task() for task in tasks]
-    loads, owners = [0.0] * distributed.get_world_size(), dict[int, int]()
-    for index in sorted(range(len(tasks)), key=lambda index: -costs[index]):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += costs[index]
     results, problem = dict[int, T](), None
     try:
-        results = {index: tasks[index]() for index, owner in owners.items() if owner == distributed.get_rank()}
+        results = {index: tasks[index]() for index, owner in enumerate(owners) if owner == distributed.get_rank()}
     except Exception as error:  # the other ranks are waiting
         problem = error
     shares = exchanged(results, problem)
-    return [shares[owners[index]][index] for index in range(len(tasks))]
+    return [shares[owner][index] for index, owner in enumerate(owners) if owner is not None]
 
 
 def layers_at_once() -> int:

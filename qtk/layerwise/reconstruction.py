@@ -22,9 +22,9 @@ MOST_BLOCKS = 1000
 class Reconstruction:
     """Block reconstruction (BRECQ, arXiv 2102.05426; QDrop, arXiv 2203.05740), the last of the methods of a call.
 
-    Blocks are found between residual joins. The rounding of a block's weights, by AdaRound's variable, and the ranges
-    of its activations are learned together, from what earlier methods have made of them, by the errors of what leaves
-    the block and of the model's output, quantized as it is so far.
+    Blocks are found between residual joins. The rounding of a block's weights, by AdaRound's variable, the ranges of
+    its activations and its layers' float biases are learned together, from what earlier methods have made of them, by
+    the errors of what leaves the block and of the model's output, quantized as it is so far.
 
     Args:
         iterations: steps of Adam for each window, one batch each; twice as many where samples are held out and the
@@ -32,6 +32,7 @@ class Reconstruction:
         window: blocks that are learned together; more of them learn more, and keep more values of a step.
         learning_rate: of the rounding.
         range_learning_rate: of scales and zero points, relative to where they start.
+        bias_learning_rate: of biases, relative to the mean magnitude that a layer's start with.
         drop: probability with which a value is not quantized in the first step; it falls to 0 at the last.
         divergence: weight of the divergence of the model's output, in nats, beside the relative error of what leaves
             the block; 0 saves the time of running the rest of the model.
@@ -46,13 +47,14 @@ class Reconstruction:
     window: int = 16
     learning_rate: float = 0.02
     range_learning_rate: float = 0.01
+    bias_learning_rate: float = 0.01
     drop: float = 0.2
     divergence: float = 0.2
 
     def __post_init__(self) -> None:
         check_count("iterations of reconstruction", self.iterations, MOST_ITERATIONS)
         check_count("window of reconstruction", self.window, MOST_BLOCKS)
-        rates = self.learning_rate, self.range_learning_rate, self.divergence
+        rates = self.learning_rate, self.range_learning_rate, self.bias_learning_rate, self.divergence
         is_right = all(0 <= rate < math.inf for rate in rates) and self.learning_rate > 0
         if not is_right or not 0 <= self.drop < 1:
             raise CalibrationError("reconstruction needs a finite learning_rate > 0, other finite rates and weights "

@@ -21,7 +21,7 @@ from qtk.layerwise.method_work import relative_cost
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.options import LayerwiseOptions
 from qtk.layerwise.originals import EarlierResults
-from qtk.layerwise.ranks import holdout_of_ranks, layers_at_once, spread, sum_over_ranks
+from qtk.layerwise.ranks import holdout_of_ranks, layers_at_once, owners_of, spread, sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.sibling_experts import sibling_experts
 from qtk.layerwise.sparsity import dense_layers
@@ -32,9 +32,9 @@ from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
 from qtk.nn.device import device_of
-from qtk.nn.mapped_weights import is_mapped
+from qtk.nn.mapped_weights import is_mapped, return_free_memory
 from qtk.numerics.im2col import weight_to_gemm
-from qtk.observers.ranks import from_first, several_ranks
+from qtk.observers.ranks import agree, from_first, several_ranks
 
 
 class LayerwiseRun:
@@ -93,6 +93,7 @@ class LayerwiseRun:
         ) and not self._finished:
             warnings.warn(f"groups: the results of {', '.join(type(each).__name__ for each in methods)} are not judged "
                           "by their squared error alone, so that nothing is held out; leave groups out", stacklevel=4)
+        self._required_of, self._siblings = required, {layer for group in siblings for layer in group}
         self._walk = walk(model, calls, required, inputs=options.inputs, offload=options.offload, holdout=holdout,
                           all_experts=options.calibrate_all_experts)
 
@@ -148,30 +149,34 @@ class LayerwiseRun:
         return layer_input is not None
 
     def _next(self) -> LayerInput | None:
-        """The next layer, with the statistics of the data of all ranks."""
+        """The next layer; statistics of an expert, which the other experts may need, are of the data of all ranks."""
         problem: Exception | None = None
         layer_input: LayerInput | None = None
         try:
             layer_input = next(self._walk, None)
         except Exception as error:  # the other ranks are waiting
             problem = error
-        moments = sum_over_ranks(None if layer_input is None else layer_input.moments, self._device, problem)
-        return None if layer_input is None else replace(layer_input, moments=moments)
+        agree(problem)
+        if layer_input is None or layer_input.layer not in self._siblings:
+            return layer_input
+        return replace(layer_input, moments=sum_over_ranks(layer_input.moments, self._device))
 
     def _updates(self, waiting: Sequence[LayerInput]) -> Iterator[tuple[LayerInput, LayerUpdate | None]]:
         """Writes the updates of layers, of which each is computed on one rank.
 
         Yields: every layer with its update, without tensors; ``None``: no data reached it.
         """
-        checkpoint, solves = self._checkpoint, dict[str, tuple[Callable[[], LayerUpdate], float]]()
-        for each in waiting:
-            moments = None if each.layer.name in self._finished else self._statistics(each)
+        checkpoint, solves = self._checkpoint, dict[str, tuple[Callable[[], LayerUpdate], int | None]]()
+        unfinished = [each for each in waiting if each.layer.name not in self._finished]
+        for each, owner in zip(unfinished, owners_of([self._cost(each.layer) for each in unfinished]), strict=True):
+            moments = self._statistics(each, owner)
             if moments is not None:
                 solves[each.layer.name] = partial(
                     compute_update, each.layer, self._methods, moments, self._earlier.present(each.layer),
-                    self._sparsity), _cost(each.layer, self._methods, moments.required.block)
-        solved = dict(zip(solves, spread([task for task, _ in solves.values()], [cost for _, cost in solves.values()]),
-                          strict=True))
+                    self._sparsity), owner
+        waiting = [replace(each, moments=None) for each in waiting]  # the owners have the sums
+        tasks, owners = [task for task, _ in solves.values()], [owner for _, owner in solves.values()]
+        solved = dict(zip(solves, spread(tasks, owners), strict=True))
         for each in waiting:
             layer, update = each.layer, solved.pop(each.layer.name, None)
             if checkpoint is not None and layer.name in self._finished:
@@ -183,6 +188,13 @@ class LayerwiseRun:
             self._write(layer, update)
             yield each, None if update is None else replace(update, weight=None, bias=None)
 
+    def _cost(self, layer: WeightedLayer) -> float:
+        """Returns what solving a layer costs over what others cost."""
+        groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
+        required = self._required_of[layer]
+        block = None if required is None else required.block
+        return relative_cost(self._methods, groups, outputs, columns, block or columns)
+
     def _write(self, layer: WeightedLayer, update: LayerUpdate | None) -> None:
         """Writes the update of a layer; ``None``: what an earlier run has left, if the layer goes on from that."""
         originals = self._earlier.originals
@@ -191,12 +203,16 @@ class LayerwiseRun:
                 originals.keep(*update.written(layer))
                 update.write(layer)
                 originals.wrote(*update.written(layer))
+            if is_mapped(layer.weight):
+                return_free_memory()
         elif self._earlier.is_continued:
             originals.restore(layer)
 
-    def _statistics(self, layer_input: LayerInput) -> SecondMoments | None:
-        """The statistics that a layer is updated by; ``None`` if no data reached it."""
+    def _statistics(self, layer_input: LayerInput, owner: int | None) -> SecondMoments | None:
+        """The statistics that a layer is updated by, Gram matrices on ``owner``; ``None`` if no data reached it."""
         layer, moments = layer_input.layer, layer_input.moments
+        if layer not in self._siblings:
+            moments = sum_over_ranks(moments, self._device, owner=owner)
         if moments is None or not moments.rows:
             return None
         is_short = moments.rows_of_all < max(method.min_rows(moments.columns) for method in self._methods)
@@ -205,12 +221,6 @@ class LayerwiseRun:
         if moments.held_out is not None and not moments.held_out.rows:
             self._without_holdout.append(layer.name)
         return self._starved.pooled(layer.name, moments)
-
-
-def _cost(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], block: int | None) -> float:
-    """Returns what solving a layer costs over what others cost."""
-    groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
-    return relative_cost(methods, groups, outputs, columns, block or columns)
 
 
 def _required_statistics(

@@ -41,13 +41,12 @@ HEAP_BYTES, USUAL_HEAP_BYTES = 1 << 21, 1 << 25
 """Largest block of memory that comes from the heap while ``bounded`` runs, and otherwise. Free blocks of the heap below
 one in use stay in memory. The larger bound is what glibc raises its own to, once such blocks were freed."""
 OF_FILE = 1 << 61
-"""The bit of /proc/self/pagemap for a page that belongs to a file: one that was not written."""
+"""The bit of /proc/self/pagemap for a page that belongs to a file: one that was not written. In memory: bit 63."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
     """Says whether the memory of a tensor, of at least a page, is a private range of a file."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    return tensor.device.type == "cpu" and size_bytes >= PAGE and _is_inside(tensor, _file_ranges())
+    return tensor.numel() * tensor.element_size() >= PAGE and bool(_mapped([tensor]))
 
 
 def is_large(model: nn.Module) -> bool:
@@ -62,6 +61,16 @@ def parameter_bytes(model: nn.Module) -> int:
 def has_mapped(model: nn.Module) -> bool:
     """Says whether any parameter is mapped."""
     return bool(_mapped(model.parameters()))
+
+
+def readable_bytes(model: nn.Module) -> int:
+    """Bytes of mapped parameters that a run may add to memory: what is not there yet, up to what ``bounded`` leaves."""
+    size_bytes = there = 0
+    for begin, end in {_range(each) for each in _mapped(model.parameters())}:
+        pages = _page_entries(begin, end)
+        size_bytes += end - begin
+        there += 0 if pages is None else min(PAGE * int((pages < 0).sum()), end - begin)
+    return max(0, min(LIMIT_BYTES, size_bytes) - there)
 
 
 @torch.no_grad()
@@ -81,7 +90,7 @@ def rewrite(parameter: Tensor, value: Tensor) -> None:
         parameter.data = value.clone()
     if not _has_written_pages(before):
         _drop([_range(before)])
-    _return_free()
+    return_free_memory()
 
 
 def _in_file(value: Tensor) -> Tensor:
@@ -127,6 +136,7 @@ class _Bounded(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self._pages.resident_bytes() - self._least > self._limit:
             self._pages.drop()
+            self._least = self._pages.resident_bytes()  # of other files
         return result
 
 
@@ -183,10 +193,10 @@ class _Pages:
                        and each.tensor._version == each.version]
         self._known += _unwritten(moved) if moved else []
         _drop(_range(each.tensor) for each in self._known)
-        _return_free()
+        return_free_memory()
 
 
-def _return_free() -> None:
+def return_free_memory() -> None:
     """Gives memory that is free inside the heap back to the system: glibc keeps what lies below anything in use."""
     with suppress(AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -248,12 +258,16 @@ def _file_ranges() -> list[tuple[int, int]]:
 
 def _has_written_pages(tensor: Tensor) -> bool:
     """Says whether a page of a mapped tensor was written; also where the system does not say."""
-    begin, end = _range(tensor)
+    pages = _page_entries(*_range(tensor))
+    return pages is None or bool(((pages != 0) & (pages & OF_FILE == 0)).any())
+
+
+def _page_entries(begin: int, end: int) -> Tensor | None:
+    """What /proc/self/pagemap says of each page of a range; ``None`` where the system does not say. Shape: [pages]."""
     first, count = begin // PAGE, -(-end // PAGE) - begin // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)
-            entries = torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.int64)
+            return torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.int64)
     except (OSError, ValueError):
-        return True
-    return bool(((entries != 0) & (entries & OF_FILE == 0)).any())
+        return None

@@ -132,7 +132,10 @@ class Recurrent(nn.Module):
         Shape: x [T, N, I] or [N, T, I]; packed (with batch_sizes [T]) [ΣN, I]. states: h0 [steps, N, P] and, of an
         LSTM, c0 [steps, N, H]. weights, step by step: w_ih [gates·H, I], w_hh [gates·H, P] and, projected, w_hr
         [P, H]; biases: b_ih, b_hh. Results: x with directions·P features, then as states.
+
+        Raises: RuntimeError if the states are of another number of steps or samples.
         """
+        self._check_states(x, states, is_packed=batch_sizes is not None)
         if all_idle(self):
             return self._fused(x, states, weights, biases, batch_sizes)
         parameters = list(self._parameters_of_steps(weights, biases))
@@ -177,6 +180,16 @@ class Recurrent(nn.Module):
             parts = step.parts(step_input, [state[index] for state in states], parameters)
             parts_by_name |= {f"{name}.{part}": value for part, value in parts.items()}
         return parts_by_name
+
+    def _check_states(self, x: Tensor, states: Sequence[Tensor], *, is_packed: bool) -> None:
+        """As the modules of torch do: its kernels write beyond states that are too small."""
+        needed = [len(self.step_names), None if is_packed else x.shape[0 if self.batch_first else 1]]
+        for state in states:
+            for size, given in zip(needed, state.shape, strict=False):
+                if isinstance(size, int) and isinstance(given, int) and size != given:
+                    raise RuntimeError(f"a state of shape {list(state.shape)} was given to a recurrent net that needs "
+                                       f"[{needed[0]}, {'samples' if is_packed else needed[1]}, …]: the layers and "
+                                       "directions, and the samples of the input")
 
     def _fused(
         self,

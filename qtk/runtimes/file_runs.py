@@ -69,7 +69,7 @@ class FileRuns:
             session, runtime = session_with(file, Optimizations.OFF)
             self.inputs = [(value.name, list(value.shape), str(value.type)) for value in session.get_inputs()]
             self.outputs = [value.name for value in session.get_outputs()]
-            sites = site_outputs(file, codes=False)
+            self._sites = sites = site_outputs(file, codes=False)
             self.off = Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], self.codes, sites)
             optimized = [self._optimized(ON, Optimizations.ON), self._optimized(EXACT, Optimizations.EXACT)]
             self.ways = [self.off, *optimized, *([self._openvino()] if has_openvino() else [])]
@@ -88,7 +88,7 @@ class FileRuns:
         """The outputs and the values of the sites with the optimizations off. Raises: ExportError as ``compare``."""
         values = self.off.values(self._feed(inputs))
         return [self.codes.reals(name, values[name]) for name in self.outputs], {
-            (site.site, site.step): values[site.name] for site in self.off.sites
+            (site.site, site.step): site.reals(values[site.name]) for site in self._sites
         }
 
     def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[SimulatedValue], sites: SiteValues) -> None:

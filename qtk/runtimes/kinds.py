@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from torch import fx
+from torch import Tensor, fx
 
 from qtk.calls.calls import Call
 from qtk.errors import ExportError
@@ -18,7 +18,7 @@ from qtk.export.file_signature import file_stem
 from qtk.registry import Registry
 from qtk.report.findings import Circumstances, judge, judge_alone
 from qtk.report.verdict import FileRun, Finding
-from qtk.runtimes.runtime_runs import Opener, RuntimeRuns
+from qtk.runtimes.runtime_runs import Opener, RuntimeRuns, inputs_of_file
 from qtk.runtimes.way import Runs
 
 
@@ -45,6 +45,7 @@ class RuntimeKind:
         format: the export format that writes them.
         open: loads a file: path, reasons, threads → its runs.
         write_float: writes a graph, its quantizers bypassed, as such a file.
+        timed: a file and inputs by name → what runs it once, for ``median_latencies_ms``.
         targets: the shipped targets whose files are for it; what it does to others is no red verdict.
         judge: what is wrong with its runs, or worth knowing.
         saturating: the sites of weights whose products its integer sums may not hold on some CPUs.
@@ -58,6 +59,7 @@ class RuntimeKind:
     format: str
     open: Callable[[Path, Mapping[str, str], int | None], Runs]
     write_float: FileWriter
+    timed: Callable[[Path, Mapping[str, Tensor]], Callable[[], object]]
     targets: tuple[str, ...] = ()
     judge: Callable[[Sequence[FileRun], Circumstances], tuple[Finding, ...]] = judge_alone
     saturating: Callable[[Path], Sequence[str]] = _nothing
@@ -106,6 +108,31 @@ def _runs(
     return RuntimeRuns(file, reasons, ways(), threads=threads)
 
 
+def _onnx_timed(file: Path, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+    from qtk.runtimes.session import create_session  # loaded here: slow to import
+
+    session, _ = create_session(file)
+    names = [value.name for value in session.get_inputs()]
+    feed = {name: value.detach().cpu().numpy() for name, value in inputs_of_file(names, inputs).items()}
+    return lambda: session.run(None, feed)
+
+
+def _openvino_timed(file: Path, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+    from qtk.runtimes.openvino_model import OpenVinoModel
+
+    model = OpenVinoModel(file)
+    feed = inputs_of_file([port.get_any_name() for port in model.compiled.inputs], inputs)
+    return lambda: model.run(feed)
+
+
+def _timed(
+    file: Path, inputs: Mapping[str, Tensor], *, ways: Callable[[], Mapping[str, Opener]]
+) -> Callable[[], object]:
+    """Runs a file in the first of the ways, as the runtime comes."""
+    loaded = next(iter(ways().values()))(file, {}, 0)
+    return loaded.timed(inputs_of_file(loaded.inputs, inputs))
+
+
 def _litert_ways() -> dict[str, Opener]:
     from qtk.runtimes.litert_file import REFERENCE, LiteRtFile
 
@@ -137,14 +164,27 @@ def _inductor_ways() -> dict[str, Opener]:
 RUNTIMES: Registry[RuntimeKind] = Registry("runtime")
 for _kind in (
     RuntimeKind("onnxruntime", "ONNX Runtime", {"onnxruntime": "onnxruntime", "onnx": "onnx"}, "onnx", ".onnx", "onnx",
-                _onnx_runs, _onnx_file, ("onnxruntime", "onnxruntime_vnni", "dynamic", "default"), judge, _saturating),
+                _onnx_runs, _onnx_file, _onnx_timed, ("onnxruntime", "onnxruntime_vnni", "dynamic", "default"), judge,
+                _saturating),
     RuntimeKind("openvino", "OpenVINO", {"openvino": "openvino", "onnxruntime": "onnxruntime"}, "openvino", ".onnx",
-                "onnx", _onnx_runs, _onnx_file, ("openvino",), judge, _saturating),
+                "onnx", _onnx_runs, _onnx_file, _openvino_timed, ("openvino",), judge, _saturating),
     RuntimeKind("executorch", "ExecuTorch", {"executorch": "executorch", "torchao": "torchao"}, "executorch", ".pt2",
-                "pt2e", partial(_runs, ways=_executorch_ways), pt2e.export, ("xnnpack",)),
+                "pt2e", partial(_runs, ways=_executorch_ways), pt2e.export, partial(_timed, ways=_executorch_ways),
+                ("xnnpack",)),
     RuntimeKind("inductor", "Inductor", {"torchao": "torchao"}, "torchao", ".pt2", "pt2e",
-                partial(_runs, ways=_inductor_ways), pt2e.export, ("x86_inductor",)),
+                partial(_runs, ways=_inductor_ways), pt2e.export, partial(_timed, ways=_inductor_ways),
+                ("x86_inductor",)),
     RuntimeKind("litert", "LiteRT", {"ai_edge_litert": "ai-edge-litert"}, "litert", ".tflite", "litert",
-                partial(_runs, ways=_litert_ways), _litert_file, ("litert",)),
+                partial(_runs, ways=_litert_ways), _litert_file, partial(_timed, ways=_litert_ways), ("litert",)),
 ):
     RUNTIMES.add(_kind.name, _kind)
+
+
+def runtime_of(target: str | None) -> RuntimeKind:
+    """The runtime that files of a target are for; ONNX Runtime for a target of none of these.
+
+    >>> runtime_of("xnnpack").title, runtime_of("tensorrt").title, runtime_of(None).title
+    ('ExecuTorch', 'ONNX Runtime', 'ONNX Runtime')
+    """
+    kinds: Iterable[RuntimeKind] = RUNTIMES.values()
+    return next((kind for kind in kinds if target in kind.targets), RUNTIMES["onnxruntime"])

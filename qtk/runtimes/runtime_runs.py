@@ -125,10 +125,19 @@ class RuntimeRuns:
         return values
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs under the names of the file, by these names or else in order."""
-        if len(inputs) != len(self.inputs):
-            raise ExportError(f"the file takes {', '.join(self.inputs)}, the model {', '.join(inputs)}; "
-                              f"{OTHER_SIMULATION}")
-        if set(inputs) == set(self.inputs):
-            return {name: inputs[name] for name in self.inputs}
-        return dict(zip(self.inputs, inputs.values(), strict=True))
+        return inputs_of_file(self.inputs, inputs)
+
+
+def inputs_of_file(names: Sequence[str], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs under the names of a file, by these names or else in order.
+
+    Raises: ExportError if the file takes another number of inputs.
+
+    >>> inputs_of_file(["args_0"], {"x": torch.zeros(2)})
+    {'args_0': tensor([0., 0.])}
+    """
+    if len(inputs) != len(names):
+        raise ExportError(f"the file takes {', '.join(names)}, the model {', '.join(inputs)}; {OTHER_SIMULATION}")
+    if set(inputs) == set(names):
+        return {name: inputs[name] for name in names}
+    return dict(zip(names, inputs.values(), strict=True))

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.export.onnx.node_writer import stored_value
 from qtk.export.onnx.onnxruntime.passes import restore_nodes
-from qtk.export.onnx.stored_sites import stored_sites
+from qtk.export.onnx.stored_sites import narrowed, stored_sites
 from qtk.numerics import affine
 from qtk.runtimes.model_copy import write_copy
 
@@ -31,15 +32,18 @@ class SiteOutput:
         step: ordinal of its node; more than 0 in a loop that is unrolled.
         name: name of the output.
         encoding: how the codes are dequantized; ``None`` if the output holds dequantized values.
+        lengths: pairs of an axis and the length of the site along it, where the output is longer.
     """
 
     site: str
     step: int
     name: str
     encoding: Encoding | None
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def reals(self, value: Tensor) -> Tensor:
         """The dequantized values of the output."""
+        value = narrowed(value, self.lengths)
         if self.encoding is None:
             return value
         spec = self.encoding.spec
@@ -75,7 +79,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
     steps: Counter[str] = Counter()
     outputs = []
     for site in stored_sites(file):
-        codes_value, reals_value = site.node.inputs[0], site.node.outputs[0]
+        codes_value, reals_value = stored_value(site.node.inputs[0]), site.node.outputs[0]
         if site.node.name not in top_level or codes_value is None or codes_value.producer() is None:
             continue  # in the body of a Scan, or a constant
         step = steps[site.name]
@@ -84,11 +88,11 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
         if value.name is None:
             continue
         if not codes:
-            outputs.append(SiteOutput(site.name, step, value.name, None))
+            outputs.append(SiteOutput(site.name, step, value.name, None, site.lengths))
         elif site.encoding is not None and site.spec.dtype.bits <= 16 and not isinstance(
             site.spec.dtype, FloatDtype
         ):
-            outputs.append(SiteOutput(site.name, step, value.name, site.encoding))
+            outputs.append(SiteOutput(site.name, step, value.name, site.encoding, site.lengths))
     return outputs
 
 
@@ -97,7 +101,8 @@ def sites_in_bodies(file: Path) -> int:
     top_level = {node.name for node in load_restored(file).graph}
     return len({
         site.name for site in stored_sites(file)
-        if site.node.name not in top_level and site.node.inputs[0] is not None and not _is_constant(site.node.inputs[0])
+        if site.node.name not in top_level and (codes := stored_value(site.node.inputs[0])) is not None
+        and not _is_constant(codes)
     })
 
 

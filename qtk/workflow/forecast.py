@@ -21,20 +21,24 @@ from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
-from qtk.layerwise.method_work import ROUNDING, WORK, multiplications
+from qtk.layerwise.method_work import OTHER, ROUNDING, WORK, multiplications
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.options import DEFAULT, LayerwiseOptions
 from qtk.layerwise.walk import QUANTIZED_PATHS
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import CARRIED
-from qtk.nn.mapped_weights import LIMIT_BYTES, has_mapped, is_large, parameter_bytes
+from qtk.nn.mapped_weights import has_mapped, is_large, readable_bytes
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.torch_private import length_hint
 
 FLOAT32, FLOAT64 = 4, 8
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux says how much memory a container may take and has taken, files in its cache included."""
+
+HEAP = 1.25
+"""What a solve takes of the system over what it allocates, free blocks of the heap included: 1.2 to 1.3 for seq_mse and
+GPTQ of 768 x 2048. Runs on weights of files give free blocks back after each layer."""
 
 HELD_OUT = 2
 """Sums of the samples that are held out, and of the others."""
@@ -87,7 +91,7 @@ def forecast(
     Raises: CalibrationError if there is no layer to work on.
     """
     is_mapped, total = has_mapped(simulation.model), sum(each.numel() for each in simulation.model.parameters())
-    mapped = {"weights of files": LIMIT_BYTES} if is_mapped and parameter_bytes(simulation.model) > LIMIT_BYTES else {}
+    mapped = {"weights of files": readable_bytes(simulation.model)} if is_mapped else {}
     if not methods:
         layers, _ = weighted_layers(simulation.model, simulation.plan)
         largest = max((layer.weight.numel() for layer in layers), default=0)
@@ -101,10 +105,14 @@ def forecast(
     paths = len(QUANTIZED_PATHS[options.inputs])
     rows, live, transient = _values(simulation, layers, scale)
     needed = [_needed(layer, methods, rows[layer.name] * batches, paths, batches, options) for layer in layers]
-    statistics, solving = max(((each.statistics, each.solving) for each in needed), key=sum)
-    parts = {**mapped, "values between layers": math.ceil(live * paths * (1 if options.offload == "disk" else batches)),
-             "one batch": math.ceil(transient * paths), "statistics": statistics, "solving": solving}
-    if not is_mapped and options.keep_originals:
+    held = paths * (1 if options.offload == "disk" else batches)
+    between, statistics, solving = max(((math.ceil(live.get(layer.name, 0.0) * held), each.statistics, each.solving)
+                                        for layer, each in zip(layers, needed, strict=True)), key=sum)
+    if not is_mapped:
+        solving = math.ceil(HEAP * solving)
+    parts = {**mapped, "values between layers": between, "one batch": math.ceil(transient * paths),
+             "statistics": statistics, "solving": solving}
+    if not is_mapped and options.keep_originals and any(WORK.get(type(each), OTHER).rewrites for each in methods):
         kept = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         parts["float weights"] = 0 if options.offload == "disk" else kept
     forward = paths * _forward(layers, rows, batches)
@@ -152,13 +160,13 @@ def _block(layer: WeightedLayer, columns: int) -> int | None:
 
 def _values(
     simulation: Simulation, layers: Sequence[WeightedLayer], scale: float
-) -> tuple[dict[str, float], float, float]:
-    """Rows that each layer reads of one call, and the largest bytes of values: between layers, and while ops run."""
-    rows, between, most = dict[str, float](), 0.0, 0.0
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Rows of one call that each layer reads, bytes of the values there are before it, and at most while ops run."""
+    rows, between, most = dict[str, float](), dict[str, float](), 0.0
     sites = {layer.name: layer for layer in layers}
     for graph in graphs(simulation.model).values():
         flow = Flow(graph.graph)
-        stops = set[fx.Node]()
+        stops: dict[fx.Node, list[str]] = {}
         for node in graph.graph.nodes:
             row = flow.row(node)
             data = None if row is None or row.data_arg is None else node.args[row.data_arg]
@@ -166,12 +174,12 @@ def _values(
                 quantizer = quantizer_called(flow.root(port.value))
                 layer = None if quantizer is None else sites.get(quantizer.site)
                 if layer is not None and isinstance(data, fx.Node):
-                    stops.add(node)
+                    stops.setdefault(node, []).append(layer.name)
                     columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape[-1]
                     rows[layer.name] = rows.get(layer.name, 0.0) + scale * _elements(data) / columns
         for node, size in _live(graph.graph, flow):
             most = max(most, size * scale)
-            between = max(between, size * scale if node in stops else 0.0)
+            between |= {name: max(between.get(name, 0.0), size * scale) for name in stops.get(node, ())}
     return {layer.name: rows.get(layer.name, 0.0) for layer in layers}, between, most
 
 

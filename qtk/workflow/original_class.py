@@ -132,24 +132,27 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "forward": _forward(interface), "__getattr__": _refusing(kind), **_without_saving(kind)}
     if callable(generate := getattr(kind, "generate", None)):
-        names["generate"] = _generating(generate)
+        asks = "generation_config" in vars(root) and not _takes_cache(model, interface.signature)
+        names["generate"] = _generating(generate, without_cache=asks)
     made: nn.Module = kind.__new__(type(kind.__name__, (kind,), names))
     made.__dict__.update(vars(root))
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
     made.__dict__["_modules"] = {SIMULATION: model}
     made.training = model.training
-    settings = vars(root).get("generation_config")
-    if settings is not None and not _takes_cache(model, interface.signature):
-        settings.use_cache = False  # no graph takes one: each token is computed from all before it
     return made
 
 
-def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate`` with bound graphs, and each weight quantized once: nobody else changes these between two tokens."""
+def _generating(generate: Callable[..., Any], *, without_cache: bool) -> Callable[..., Any]:
+    """``generate`` with bound graphs, and each weight quantized once: nobody else changes these between two tokens.
+
+    ``without_cache``: each token is computed from all before it, whatever a call or its settings ask for.
+    """
 
     @functools.wraps(generate)
     def with_bound_graphs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         simulation = cast(nn.Module, self._modules[SIMULATION])
+        if without_cache:
+            kwargs[USE_CACHE] = False
         with caching(simulation), weights_once(simulation):
             return generate(self, *args, **kwargs)
 

@@ -1,5 +1,7 @@
 """Latencies of products in ONNX Runtime, and a line that follows what was measured."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ from qtk.auto import latency
 from qtk.auto.latency import LatencyModel, OpLatencies, WholeLatency
 from qtk.auto.matrix_products import matrix_products
 from qtk.auto.widths import Costs
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, ExportError
+from qtk.runtimes.kinds import RuntimeKind, runtime_of
 
 
 def products_of(model, x, config="onnxruntime"):
@@ -143,3 +146,34 @@ def test_the_line_is_flat_where_fewer_bits_take_longer():
 def test_islands_have_no_latency_of_their_own():
     with pytest.raises(CalibrationError, match="captured in parts"):
         WholeLatency(nn.Linear(2, 2), torch.randn(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_turns")
+def test_times_are_taken_in_the_runtime_of_the_target(monkeypatch):
+    """Files for a target of another runtime are timed there: whole ones twice, a product with its conversions once."""
+    asked = []
+
+    def timed(file, inputs):
+        asked.append((file.name, [tuple(value.shape) for value in inputs.values()]))
+        return lambda: None
+
+    monkeypatch.setattr(RuntimeKind, "require", lambda self: None)
+    monkeypatch.setattr(latency, "runtime_of", lambda target: replace(runtime_of(target), timed=timed))
+    x = torch.randn(2, 64)
+    sim, (product,) = products_of(nn.Linear(64, 64), x, "xnnpack")
+    assert OpLatencies(sim.config).ms(product, 8, 8) < 1e3
+    assert asked == [("model.pt2", [(2, 64)])]
+    whole = WholeLatency(sim.model, x)
+    assert whole.ratio(sim, progress=False) == 1.0
+    assert asked[1:] == [("model.pt2", [(2, 64)])] * 2
+    assert runtime_of(sim.simulation.target).name == "executorch"
+
+
+@pytest.mark.slow
+def test_a_runtime_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    x = torch.randn(2, 8)
+    sim, _ = products_of(nn.Linear(8, 8), x, "xnnpack")
+    with pytest.raises(ExportError, match=r"ExecuTorch needs the package .*qtk\[executorch\]"):
+        WholeLatency(sim.model, x).ratio(sim, progress=False)

@@ -248,6 +248,31 @@ def test_time_is_limited():
 
 
 @pytest.mark.medium
+def test_run_times_are_not_estimated_when_the_time_is_over(monkeypatch):
+    clock, estimated, price = [0.0], [], TrialBuilder.price
+
+    def slow(self, choices, sim=None):
+        if choices.precise and sim is None:
+            clock[0] += 30.0
+            estimated.append(choices)
+        return price(self, choices, sim)
+
+    monkeypatch.setattr(TrialBuilder, "price", slow)
+    monkeypatch.setattr("qtk.auto.quantize.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": 0.0, "progress": False}
+    batches = [torch.randn(16, 8) for _ in range(4)]
+    _, account = qtk.quantize(net, batches, time_limit=10.0, **settings)
+    assert len(estimated) == 1
+    assert "precise" not in account.trials[-1].step
+    assert "the time is over" in account.end
+    clock[0] = 0.0
+    _, account = qtk.quantize(net, batches, **settings)
+    assert len(estimated) > 4
+    assert "precise" in account.trials[-1].step
+
+
+@pytest.mark.medium
 def test_half_of_the_time_is_for_precise_sites(monkeypatch):
     clock, build = [0.0], TrialBuilder.simulation
 

@@ -119,6 +119,19 @@ def test_what_does_not_help_is_undone():
     assert are_equal(state_of(sim), before)
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("model", [Residual, Recurrent])
+def test_biases_are_learned_kept_for_later_calls_and_left_at_a_rate_of_zero(model):
+    sim, net, batches = simulated(model, *((8,) if model is Residual else (5, 8)))
+    qtk.apply_layerwise(sim, batches, FEW, progress=False)
+    biases = {name: each for name, each in net.named_parameters() if "bias" in name}
+    learned = {name: sim.model.get_parameter(name).clone() for name in biases}
+    assert any(not torch.equal(learned[name], each) for name, each in biases.items())
+    options = qtk.LayerwiseOptions(start="float")
+    qtk.apply_layerwise(sim, batches, FEW.replace(")", ", bias_learning_rate=0)"), options=options, progress=False)
+    assert all(torch.equal(sim.model.get_parameter(name), each) for name, each in biases.items())
+
+
 def test_what_cannot_be_reconstructed_is_refused():
     sim, _, batches = simulated()
     for methods, options, message in (

@@ -111,3 +111,13 @@ def test_a_router_decides_on_both_paths_as_in_float():
     assert not torch.equal(h.argmax(-1), quantized.argmax(-1))  # it would have decided otherwise
     assert torch.equal(share, quantized.gather(1, chosen))
     assert torch.equal(float_share, h.amax(-1, keepdim=True))
+
+
+def test_parameters_of_a_stretch_are_those_it_alone_reads_in_float():
+    sim, _ = simulation()
+    paths, nodes = PathEvaluator(sim.model, (False, True)), list(sim.model.graph.nodes)
+    names = {id(parameter): name for name, parameter in sim.model.named_parameters()}
+    found = [names[id(each)] for each in paths.float_parameters(0, len(nodes))]
+    assert sorted(found) == ["first.bias", "last.bias", "recurrent.bias_hh_l0", "recurrent.bias_ih_l0"]
+    first = next(index for index, node in enumerate(nodes) if "relu" in str(node.target))
+    assert [names[id(each)] for each in paths.float_parameters(0, first)] == ["first.bias"]

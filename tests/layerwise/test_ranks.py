@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.layerwise.ranks import spread, sum_over_ranks
+from qtk.layerwise.ranks import owners_of, spread, sum_over_ranks
 from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
@@ -56,6 +56,9 @@ def on_a_rank(directory):
     result["linear"] = narrow.linear(weight())
     apart = RequiredStatistics(holdout=Holdout(0.5))
     result["held out"] = sum_over_ranks(None if rank == 1 else moments_of([rank], apart), CPU).held_out.gram
+    owned = sum_over_ranks(None if rank == 1 else moments_of([rank], apart), CPU, owner=2)
+    result["owned"] = {name: tuple(each.shape) for name, each in owned.sums.items()}, owned.rows, owned.columns
+    result["owned gram"] = (owned.gram, owned.held_out.gram) if rank == 2 else None
     result["nothing"] = sum_over_ranks(SecondMoments(Geometry.linear()) if rank else None, CPU)
     for key, moments, problem in (
         ("problem", None, ValueError("a full disk") if rank == 1 else None),
@@ -66,9 +69,9 @@ def on_a_rank(directory):
         except (CalibrationError, ValueError) as error:
             result[key] = f"{type(error).__name__}: {error}"
     tasks = [lambda number=number: (number, rank) for number in range(4)]
-    result["spread"] = spread(tasks, [1.0, 5.0, 2.0, 1.5])
+    result["spread"] = spread(tasks, owners_of([1.0, 5.0, 2.0, 1.5]))
     try:
-        spread([lambda: 1, lambda: 1 // 0], [1.0, 2.0])
+        spread([lambda: 1, lambda: 1 // 0], owners_of([1.0, 2.0]))
     except (CalibrationError, ArithmeticError) as error:
         result["spread problem"] = f"{type(error).__name__}: {error}"
     result["gptq"] = improved(rank)
@@ -128,6 +131,20 @@ def test_what_is_held_out_is_summed_apart(results):
     assert 0 < first.rows < 5
     for result in results:
         torch.testing.assert_close(result["held out"], first.gram + second.gram, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.medium
+def test_gram_matrices_of_a_layer_are_on_its_owner_alone(results):
+    required = RequiredStatistics(holdout=Holdout(0.5))
+    first, second = (moments_of([rank], required) for rank in (0, 2))
+    grams = first.gram + second.gram, first.held_out.gram + second.held_out.gram
+    for found, expected in zip(results[2]["owned gram"], grams, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for rank, result in enumerate(results):
+        shapes, rows, columns = result["owned"]
+        assert (rows, columns) == (first.rows + second.rows, WIDTH)
+        assert ("gram" in shapes) == ("cross" in shapes) == (rank == 2)
+        assert shapes["sum"] == (1, 1, WIDTH)
 
 
 @pytest.mark.medium

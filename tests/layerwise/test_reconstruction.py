@@ -16,7 +16,7 @@ def test_it_is_a_method_with_settings():
 
 @pytest.mark.parametrize("settings", [
     {"iterations": 0}, {"window": 0}, {"learning_rate": 0.0}, {"drop": 1.0}, {"divergence": -1.0},
-    {"range_learning_rate": float("nan")},
+    {"range_learning_rate": float("nan")}, {"bias_learning_rate": -1.0},
 ], ids=str)
 def test_settings_without_sense_are_refused(settings):
     with pytest.raises(CalibrationError, match="reconstruction"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import qtk
 from qtk.nn import mapped_weights
-from qtk.nn.mapped_weights import bounded, has_mapped, is_mapped, rewrite
+from qtk.nn.mapped_weights import bounded, has_mapped, is_mapped, readable_bytes, rewrite
 
 MEGABYTE = 1 << 20
 
@@ -51,6 +51,17 @@ def test_weights_are_dropped_while_a_model_runs_and_read_again(model):
     for hook in hooks:
         hook.remove()
     assert torch.equal(model(x), expected)
+
+
+def test_other_files_in_memory_do_not_drop_weights_again_and_again(model, tmp_path, monkeypatch):
+    save_file({"x": torch.ones(2 * MEGABYTE)}, tmp_path / "other.safetensors")
+    other, drops, drop = load_file(tmp_path / "other.safetensors")["x"], [], mapped_weights._Pages.drop
+    monkeypatch.setattr(mapped_weights._Pages, "drop", lambda pages: (drops.append(pages), drop(pages)))
+    with bounded(model, limit_bytes=4 * MEGABYTE):
+        other.sum()  # 8 MB that stay
+        for _ in range(20):
+            torch.ones(1).sum()
+    assert len(drops) <= 3  # at the beginning, then, and at the end
 
 
 HEAP = """
@@ -126,6 +137,22 @@ def test_a_rewritten_weight_is_in_a_file_again_and_the_old_one_unchanged(model, 
     rewrite(plain, torch.ones(3))
     assert plain.data_ptr() == address
     assert bool((plain == 1).all())
+
+
+def test_bytes_that_a_run_may_read_are_not_in_memory_yet(model, monkeypatch):
+    around = 9 * MEGABYTE // 16  # the system maps neighbours of a page too, and biases are mapped
+    with bounded(model, limit_bytes=0):
+        pass
+    assert 8 * MEGABYTE - around < readable_bytes(model) < 8 * MEGABYTE + around
+    for layer in model[:4]:
+        layer.weight.sum()
+    assert 4 * MEGABYTE - around < readable_bytes(model) < 4 * MEGABYTE + around
+    monkeypatch.setattr(mapped_weights, "LIMIT_BYTES", 5 * MEGABYTE)
+    assert readable_bytes(model) < MEGABYTE + around
+    for layer in model[4:]:
+        layer.weight.sum()
+    assert readable_bytes(model) == 0
+    assert readable_bytes(nn.Linear(512, 512)) == 0
 
 
 def test_without_proc_nothing_is_mapped(model, monkeypatch):

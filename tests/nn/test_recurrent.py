@@ -68,6 +68,22 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_other_samples_or_layers_are_refused(kind, batch_first, stepwise):
+    """torch's kernels write beyond such states."""
+    _, twin, weights, biases = pair(kind, layers=2, batch_first=batch_first, stepwise=stepwise)
+    x = torch.randn((N, T, I) if batch_first else (T, N, I))
+    for index, count in itertools.product(range(2 if kind == "lstm" else 1), (1, N - 1, N + 1)):
+        given = states(kind, 2, False, False)
+        given[index] = given[index].new_zeros(2, count, H)
+        with pytest.raises(RuntimeError, match=rf"a state of shape \[2, {count}, 6\] .* needs \[2, 3, …\]"):
+            twin(x, given, weights, biases)
+    with pytest.raises(RuntimeError, match=r"a state of shape \[1, 3, 6\] .* needs \[2, 3, …\]"):
+        twin(x, states(kind, 1, False, False), weights, biases)
+
+
 @pytest.mark.parametrize(("kind", "layers", "both", "batch_first", "bias", "projected"), CASES)
 def test_equals_torch_with_gradients(kind, layers, both, batch_first, bias, projected):
     net, twin, weights, biases = pair(

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import qtk
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT
 from qtk.layerwise.reconstruction import Reconstruction
+from qtk.layerwise.seq_mse import SeqMse
+from qtk.nn.mapped_weights import bounded
 from qtk.workflow import forecast as forecasting
 from qtk.workflow.forecast import Forecast, forecast
 
@@ -33,13 +36,47 @@ def test_parts_are_those_of_the_shapes():
     disk = forecast(sim.simulation, gptq, batches=3, scale=2.0, options=replace(DEFAULT, offload="disk"))
     assert disk.parts["values between layers"] == 2 * between
     assert disk.parts["float weights"] == 0
+    assert "float weights" not in forecast(sim.simulation, [SeqMse()]).parts  # it changes encodings alone
     assert found.multiplications > 2 * 3 * 2 * ROWS * 2 * 4 * WIDTH**2
     assert forecast(sim.simulation).peak_bytes < found.peak_bytes
+
+
+class WideBesideLarge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.small, self.large = nn.Linear(8, 4096), nn.Linear(8, 512), nn.Linear(512, 512)
+
+    def forward(self, x):
+        wide, small = self.wide(x), self.small(x)
+        summed = wide.sum(-1)
+        return self.large(small), summed
+
+
+def test_values_count_that_are_there_at_the_layer_that_takes_most():
+    sim = qtk.QuantSim(WideBesideLarge().eval(), torch.ones(4, 8), weight_bits=8, activation_bits=None)
+    found = forecast(sim.simulation, [Gptq()], batches=3, options=replace(DEFAULT, holdout=0))
+    assert found.parts["values between layers"] == 2 * 3 * 4 * (512 + 1) * 4
+    assert found.parts["one batch"] >= 2 * 4 * 4096 * 4
 
 
 def test_a_model_without_values_has_the_same_forecast():
     one, other = (forecast(sim_of(device).simulation, [Gptq()], batches=2) for device in ("cpu", "meta"))
     assert one == other
+
+
+def test_weights_of_files_count_until_they_are_in_memory(tmp_path):
+    layers = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))
+    save_file(layers.state_dict(), tmp_path / "model.safetensors")
+    sim = qtk.QuantSim.from_checkpoint(tmp_path, torch.ones(8, 512), model=lambda: nn.Sequential(
+        nn.Linear(512, 1024), nn.Linear(1024, 512)), config="weight_only_int4", verify=False)
+    with bounded(sim.model, limit_bytes=0):
+        pass
+    before = forecast(sim.simulation, [Gptq()]).parts["weights of files"]
+    assert 0.9 < before / 2**22 < 1.1
+    for each in sim.model.parameters():
+        each.sum()
+    assert forecast(sim.simulation, [Gptq()]).parts["weights of files"] == 0
+    assert "weights of files" not in forecast(sim_of().simulation, [Gptq()]).parts
 
 
 @pytest.mark.medium

@@ -205,6 +205,20 @@ def test_a_flag_that_the_graph_has_decided_otherwise_is_refused():
             made(ids, **{name: value})
 
 
+def test_generate_keeps_no_cache_that_no_graph_takes():
+    class Generates(Flagged):
+        def __init__(self):
+            super().__init__()
+            self.generation_config = SimpleNamespace(use_cache=True)
+
+        def generate(self, ids, use_cache=None):
+            return self(ids, use_cache=self.generation_config.use_cache if use_cache is None else use_cache)["logits"]
+
+    made, ids = simulation(Generates().eval()).to_original(), words(4, 6)
+    for options in ({}, {"use_cache": True}, {"use_cache": False}):
+        assert torch.equal(made.generate(ids, **options), made(ids)["logits"])
+
+
 class Kept(Net):
     def forward(self, ids, logits_to_keep=0):
         return {"logits": super().forward(ids)[:, -logits_to_keep:]}

@@ -133,7 +133,7 @@ def _packed(layer: QuantizedLayer) -> dict[str, Tensor]:
     for rows in (slice(begin, begin + at_once) for begin in range(0, len(weight), at_once)):
         steps = weight[rows].reshape(*scale[rows].shape, -1) / effective_scale(scale[rows])[..., None]
         codes = steps.nan_to_num_(nan=0.0).round_().clamp_(spec.qmin, spec.qmax).add_(MIDDLE).to(torch.int8)
-        pairs = codes.view(torch.int16).flatten(1)
+        pairs = codes.flatten(1).view(torch.int16)
         packed[rows].view(torch.uint8).copy_(pairs >> 4 | pairs)
     return {"weight_scale": scale.to(weight.dtype), "weight_packed": packed, SHAPE: torch.tensor(weight.shape)}
 

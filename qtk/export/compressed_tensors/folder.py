@@ -29,7 +29,7 @@ from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import Layers, QuantizedLayer, layers_of
 from qtk.export.compressed_tensors.library import codes_of_stored, library, scales_of_stored, zero_points_of_stored
 from qtk.export.compressed_tensors.original import OriginalModel
-from qtk.export.compressed_tensors.shards import Shards, opened
+from qtk.export.compressed_tensors.shards import Shards, readers
 from qtk.numerics.codes import codes_of, values_of
 
 CONFIG_FILE = config.CONFIG_FILE
@@ -123,7 +123,8 @@ def _layers(folder: Path) -> Iterator[Mapping[str, tuple[Callable[[], _Tensors],
 
     Raises: ExportError as ``read``.
     """
-    with _reading(folder), opened(folder) as tensors:
+    with _reading(folder):
+        tensors = readers(folder)
         schemes = list(config.read(folder)[0].values())
         by_path: dict[str, dict[str, Callable[[], Tensor]]] = {}
         for name, tensor in tensors.items():
@@ -152,8 +153,8 @@ def read_caches(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 
     Raises: ExportError if a file is missing or malformed.
     """
-    with _reading(folder), opened(folder) as tensors:
-        return config.read(folder)[1], {name: tensor() for name, tensor in tensors.items()
+    with _reading(folder):
+        return config.read(folder)[1], {name: tensor() for name, tensor in readers(folder).items()
                                         if name.rpartition(".")[2] in NAMES}
 
 

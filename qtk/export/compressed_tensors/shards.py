@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import IO
 
@@ -110,9 +110,8 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(json.loads(written[8:8 + int.from_bytes(written[:8], "little")])["x"]["dtype"])
 
 
-@contextmanager
-def opened(folder: Path) -> Iterator[dict[str, Callable[[], Tensor]]]:
-    """Name → what reads the tensor, of all shards, while the body runs.
+def readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Name → what reads the tensor, of all shards. No file stays open: what was read of one counts as memory.
 
     Raises: OSError, SafetensorError or ValueError for files that are none.
     """
@@ -120,6 +119,14 @@ def opened(folder: Path) -> Iterator[dict[str, Callable[[], Tensor]]]:
     if (folder / INDEX_FILE).is_file():
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         files = list(dict.fromkeys(index["weight_map"].values()))
-    readers = [safe_open(folder / file, framework="pt") for file in files]
-    yield {name: lambda name=name, reader=reader: reader.get_tensor(name)  # type: ignore[misc]
-           for reader in readers for name in list(reader.keys())}  # type: ignore[no-untyped-call]
+    found: dict[str, Callable[[], Tensor]] = {}
+    for path in (folder / file for file in files):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: partial(_read, path, name) for name in list(file.keys())}
+    return found
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, LiftConstantsToInitializersPass
 
 from qtk.errors import ExportError
+from qtk.export.onnx.node_writer import stored_value
 from qtk.export.quantized_file import OUTPUT, QUANTIZE, FileOp, FileTensor, QuantizedFile, TensorRole
 
 TARGET = "qtk.target"
@@ -90,7 +91,7 @@ def _stored_rank(value: ir.Value | None) -> int | None:
     if value is not None and value.const_value is not None:
         return len(value.const_value.shape)
     source = _source(value)
-    codes = source.inputs[0] if isinstance(source, ir.Node) and source.op_type == DEQUANTIZE else None
+    codes = stored_value(source.inputs[0]) if isinstance(source, ir.Node) and source.op_type == DEQUANTIZE else None
     return len(codes.const_value.shape) if codes is not None and codes.const_value is not None else None
 
 
@@ -123,11 +124,11 @@ def _readers(node: ir.Node) -> Iterator[tuple[ir.Node | str, int]]:
 
 
 def _tensor(node: ir.Node) -> FileTensor:
-    codes, scale = node.inputs[:2]
+    codes, scale = stored_value(node.inputs[0]), node.inputs[1]
     assert codes is not None
     assert scale is not None
     readers = [(reader, index) for reader, index in _readers(node) if isinstance(reader, ir.Node)]
-    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    zero = stored_value(node.inputs[2]) if len(node.inputs) > 2 else None
     block = node.attributes.get("block_size")
     block_size = None if block is None or block.as_int() == 0 else block.as_int()
     dtype = _codes_dtype(codes, zero)
@@ -142,7 +143,7 @@ def _tensor(node: ir.Node) -> FileTensor:
 
 
 def _is_stored(dequantize: ir.Node) -> bool:
-    codes = dequantize.inputs[0]
+    codes = stored_value(dequantize.inputs[0])
     return codes is not None and codes.const_value is not None
 
 
@@ -172,7 +173,7 @@ def _granularity(node: ir.Node, scale: ir.Value, block_size: int | None, *, dyna
         return "per_token" if dynamic else "per_block"
     if scale.const_value is None or not scale.const_value.shape:
         return "per_tensor"
-    codes, axis = node.inputs[0], node.attributes.get("axis")
+    codes, axis = stored_value(node.inputs[0]), node.attributes.get("axis")
     shape = None if codes is None else codes.shape
     index = 1 if axis is None else axis.as_int()
     length = None if shape is None or index >= len(shape) else shape[index]

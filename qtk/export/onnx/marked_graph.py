@@ -41,6 +41,7 @@ from qtk.export.free_axes import (
     warn_of_fixed_axes,
     warn_of_written_values,
 )
+from qtk.export.onnx.decompositions import decompose_where_needed, write_decomposed
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
@@ -148,6 +149,7 @@ def _marked(
     leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
     output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
+    write_decomposed(graph)
     found_where({Trait.WRITES}, held, lambda: _pass_buffers(graph), None)
     flat = fx.GraphModule(model, graph)
     if Trait.COMPOSITES in held:
@@ -282,7 +284,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
         {"grouped_matmul"}, contents(program.graph.nodes), lambda: grouped_matmul_translations(program), {})
     table |= of_groups
     try:
-        # it traces the program again to decompose it
+        decompose_where_needed(program)
         with onnx_translations_kept(), lengths_stay_free(_TRANSLATED):
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False

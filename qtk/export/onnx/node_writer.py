@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeGuard
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from qtk.core.free_name import free_name
 from qtk.export.onnx.names import ValueNames
+
+LENGTHS = "lengths"
+"""Metadata key of a DequantizeLinear until the file is complete: pairs of an axis and the length of the site along it,
+where the codes are longer; what is behind has no meaning, or repeats."""
 
 
 class NodeWriter:
@@ -101,6 +106,16 @@ class DequantizeNodes:
         result.metadata_props.update(dequantize.metadata_props)
         return result
 
+    def longer(
+        self, dequantize: ir.Node, codes: ir.Value, shape: ir.Shape, before: ir.Node, *, axis: int
+    ) -> ir.Value:
+        """Dequantizes ``codes`` in front of a node: the codes of ``dequantize``, and more behind them along an axis."""
+        value, result = dequantize.outputs[0], self.like(dequantize, codes, shape)
+        assert value.shape is not None
+        result.metadata_props[LENGTHS] = json.dumps([[axis, value.shape[axis]]])
+        insert_before(before, result)
+        return result.outputs[0]
+
     def quantized_like(self, dequantize: ir.Node, value: ir.Value, before: ir.Node) -> ir.Value:
         """The codes of ``value`` that ``dequantize`` would dequantize, computed in front of a node."""
         codes = codes_of(dequantize)
@@ -149,6 +164,15 @@ def codes_of(dequantize: ir.Node) -> ir.Value:
     codes = dequantize.inputs[0]
     assert codes is not None
     return codes
+
+
+def stored_value(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a value is, or that codes of fewer bits are cast from when a file is loaded; else itself."""
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type != "Cast":
+        return value
+    source = producer.inputs[0]
+    return source if source is not None and source.const_value is not None else value
 
 
 def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:

@@ -32,6 +32,7 @@ from qtk.export.onnx.onnxruntime.other_floats import OTHER_FLOATS, compute_in_fl
 from qtk.export.onnx.onnxruntime.passes import (
     AFTER_SITES_ARE_LISTED,
     BEFORE_SITES_ARE_LISTED,
+    FilePurpose,
     file_contents,
     run_passes,
 )
@@ -83,7 +84,8 @@ def export(
         output_names: names of the outputs that the model returns, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
         state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
-        contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``).
+        contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``); it is
+            for no other runtime then (``FilePurpose``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -105,9 +107,10 @@ def export(
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
-    run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
+    purpose = FilePurpose(opset, int16_sums=int16_sums, onnxruntime=contrib_operators)
+    run_passes(BEFORE_SITES_ARE_LISTED, graph, names, purpose)
     list_sites(graph)
-    run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
+    run_passes(AFTER_SITES_ARE_LISTED, graph, names, purpose)
     held = contents(model.graph.nodes) | set(model.meta)
     found_where({Trait.WRITES, STATES}, held, lambda: write_states(graph, model), None)
     if state_codes:

@@ -29,7 +29,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MARKER, MarkedGraph
 from qtk.export.onnx.names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
-from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
+from qtk.export.onnx.node_writer import LENGTHS, NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.onnxruntime.hard_sigmoids import CONSTANT
 from qtk.export.onnx.onnxruntime.linear_nodes import PERMUTATION
 from qtk.export.onnx.storage_types import limits, storage_type
@@ -41,8 +41,9 @@ SITE, SPEC = "site", "spec"
 
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
-(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order; and,
-if there are any, ``constants``: the names of constants of formulas, which are no sites."""
+(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order, and,
+where codes are longer, pairs of an axis and the site's length; and, if there are any, ``constants``: the names of
+constants of formulas, which are no sites."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> ValueNames:
@@ -93,8 +94,10 @@ def list_sites(model: ir.Model) -> None:
             continue
         site, spec = node.metadata_props.pop(SITE), node.metadata_props.pop(SPEC)
         node.name = free_name(node.name or site, nodes, "@")
-        transposed = [json.loads(axes)] if (axes := node.metadata_props.pop(PERMUTATION, None)) else []
-        nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)), *transposed)
+        layout = [json.loads(node.metadata_props.pop(key, "[]")) for key in (PERMUTATION, LENGTHS)]
+        while layout and not layout[-1]:
+            layout.pop()
+        nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)), *layout)
     listed = {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}
     if constants:
         listed["constants"] = constants

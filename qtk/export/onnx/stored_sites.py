@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
+from qtk.export.onnx.node_writer import stored_value
 from qtk.export.onnx.onnxruntime.passes import restore_nodes
 from qtk.export.onnx.qdq_nodes import SITES
 
@@ -31,6 +32,7 @@ class FileSite:
         encoding: its encoding; ``None`` for dynamic quantization.
         node: the DequantizeLinear.
         axes: the axes of the site in the order of the stored codes, where these are transposed.
+        lengths: pairs of an axis and the length of the site along it, where the codes are longer.
     """
 
     name: str
@@ -38,20 +40,22 @@ class FileSite:
     encoding: Encoding | None
     node: ir.Node
     axes: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def constant(self) -> Tensor | None:
         """The dequantized stored codes, float32; ``None`` if the codes are computed at run time.
 
         ``(codes - zero_point) * scale``, as ONNX defines it, with the axis and block size in the node's attributes.
         """
-        codes, scale, *zero_points = self.node.inputs
+        codes, scale, *zero_points = map(stored_value, self.node.inputs)
         if codes is None or codes.const_value is None:
             return None
         reals = _numbers(codes).float()
         axis, block_size = self._attribute("axis", 1), self._attribute("block_size", 0)
         for zero_point in zero_points:
             reals = reals - _aligned(_numbers(zero_point).float(), reals, axis, block_size)
-        return _restored(reals * _aligned(_numbers(scale), reals, axis, block_size), self.axes)
+        values = reals * _aligned(_numbers(scale), reals, axis, block_size)
+        return narrowed(_restored(values, self.axes), self.lengths)
 
     def _attribute(self, name: str, default: int) -> int:
         attribute = self.node.attributes.get(name)
@@ -72,8 +76,8 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[FileSite]:
         specs = [QuantSpec.from_json(spec) for spec in record["specs"]]
         constants = set(record.get("constants", ()))
         sites = {
-            node: (site or node, specs[index], tuple(axes[0]) if axes else ())
-            for node, (site, index, *axes) in record["nodes"].items()
+            node: (site or node, specs[index], *_layout(*layout))
+            for node, (site, index, *layout) in record["nodes"].items()
         }
     except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
@@ -85,11 +89,26 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[FileSite]:
             yield _stored_site(node, *sites[node.name], path)
 
 
+def narrowed(value: Tensor, lengths: Iterable[tuple[int, int]]) -> Tensor:
+    """The first elements of a value along some axes, of pairs of an axis and a length."""
+    for axis, length in lengths:
+        value = value.narrow(axis, 0, length)
+    return value
+
+
+def _layout(
+    axes: Sequence[int] = (), lengths: Sequence[Sequence[int]] = ()
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Axes and lengths as in ``FileSite``, of an entry in the metadata."""
+    return tuple(axes), tuple((axis, length) for axis, length in lengths)
+
+
 def _stored_site(
-    node: ir.Node, site: str, spec: QuantSpec, axes: tuple[int, ...], path: str | os.PathLike[str]
+    node: ir.Node, site: str, spec: QuantSpec, axes: tuple[int, ...], lengths: tuple[tuple[int, int], ...],
+    path: str | os.PathLike[str],
 ) -> FileSite:
     try:
-        return FileSite(site, spec, None if spec.dynamic else _encoding(node, spec, axes), node, axes)
+        return FileSite(site, spec, None if spec.dynamic else _encoding(node, spec, axes), node, axes, lengths)
     except (QtkError, ValueError) as error:
         raise ExportError(f"{path}: {site}: {error}") from error
 
@@ -118,6 +137,7 @@ def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _numbers(value: ir.Value | None) -> Tensor:
+    value = stored_value(value)
     if value is None or value.const_value is None:
         raise ValueError("scale and zero point must be initializers")
     dtype = "int32" if value.const_value.dtype.is_integer() else "float32"

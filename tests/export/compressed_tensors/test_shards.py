@@ -49,11 +49,23 @@ def test_several_files_have_an_index_and_are_split_as_by_hugging_face(tmp_path, 
     assert index["metadata"]["total_size"] == sum(each.numel() * each.element_size() for each in TENSORS.values())
     found = {name: tensor for file in files[:-1] for name, tensor in load_file(tmp_path / file).items()}
     assert all(same(found[name], each) for name, each in TENSORS.items())
-    with shards.opened(tmp_path) as readers:
-        assert all(same(readers[name](), each) for name, each in TENSORS.items())
+    assert all(same(read(), TENSORS[name]) for name, read in shards.readers(tmp_path).items())
     hub = pytest.importorskip("huggingface_hub")
     split = hub.split_torch_state_dict_into_shards(TENSORS, max_shard_size=48)
     assert index["weight_map"] == split.tensor_to_filename
+
+
+def test_what_was_read_leaves_memory(tmp_path):
+    written(tmp_path, {str(each): torch.ones(1 << 20) for each in range(8)})
+
+    def resident():
+        with open("/proc/self/status", encoding="utf-8") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssFile")) / 1024
+
+    before = resident()
+    for read in shards.readers(tmp_path).values():
+        assert float(read().sum()) == 1 << 20
+    assert resident() - before < 8  # MB, of 32
 
 
 def test_no_tensor_is_a_file_too(tmp_path):

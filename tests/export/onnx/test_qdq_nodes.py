@@ -9,7 +9,7 @@ from torch import nn
 from qtk.core.granularity import PerChannel
 from qtk.errors import ExportError
 from qtk.export.onnx.marked_graph import DOMAIN, trace
-from qtk.export.onnx.onnxruntime.passes import BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.onnxruntime.passes import BEFORE_SITES_ARE_LISTED, FilePurpose, run_passes
 from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
 from qtk.export.simulated_sites import simulated_sites
 from tests.export.onnx.onnxruntime.test_flat_linears import exported, optimized_kinds
@@ -34,7 +34,7 @@ def lowered(*, weight=nothing, activation=nothing, x=X, model=None):
     sites = simulated_sites(sim)
     traced = trace(sim, sites, x, opset=21)
     names = replace_markers(traced, sites, opset=21)
-    run_passes(BEFORE_SITES_ARE_LISTED, traced.model, names, opset=21)
+    run_passes(BEFORE_SITES_ARE_LISTED, traced.model, names, FilePurpose(21))
     assert DOMAIN not in {node.domain for node in traced.model.graph}
     assert DOMAIN not in traced.model.opset_imports
     return traced.model.graph

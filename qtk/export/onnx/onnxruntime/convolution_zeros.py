@@ -24,14 +24,18 @@ def drop_zeros_of_convolutions(graph: ir.Graph) -> None:
         zero_point = node.inputs[2]
         constant = None if zero_point is None else zero_point.const_value
         readers = [reader for reader, _ in node.outputs[0].uses()]
-        if constant is not None and not constant.numpy().any() and readers and all(map(_is_integer, readers)):
+        is_zero = constant is not None and not constant.numpy().any()
+        if is_zero and readers and all(map(is_integer_convolution, readers)):
             node.resize_inputs(2)
 
 
-def _is_integer(node: ir.Node) -> bool:
+def is_integer_convolution(node: ir.Node) -> bool:
     """Says whether it is a convolution of codes, whose result is rounded to codes of 8 bits."""
-    if node.op_type != "Conv" or dequantize_of(node.inputs[0]) is None:
-        return False
+    return node.op_type == "Conv" and dequantize_of(node.inputs[0]) is not None and is_rounded(node)
+
+
+def is_rounded(node: ir.Node) -> bool:
+    """Says whether the result of a product is rounded to codes of 8 bits, behind a rectifier maybe, and else unread."""
     readers = [reader for reader, _ in node.outputs[0].uses()]
     while len(readers) == 1 and readers[0].op_type in RECTIFIERS:
         readers = [reader for reader, _ in readers[0].outputs[0].uses()]

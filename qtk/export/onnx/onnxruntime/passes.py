@@ -26,6 +26,7 @@ from qtk.export.onnx.onnxruntime.hard_sigmoids import add_hard_sigmoids
 from qtk.export.onnx.onnxruntime.int8_movement import quantize_around_movement
 from qtk.export.onnx.onnxruntime.linear_nodes import fuse_linear_layers
 from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, move_codes
+from qtk.export.onnx.onnxruntime.padded_channels import pad_channels
 from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
 from qtk.export.onnx.onnxruntime.qdq_barrier import PRODUCTS as WITH_WEIGHTS
 from qtk.export.onnx.onnxruntime.qdq_barrier import (
@@ -36,12 +37,29 @@ from qtk.export.onnx.onnxruntime.qdq_barrier import (
     keep_softmax_float,
 )
 from qtk.export.onnx.onnxruntime.quantized_scan import carry_codes
+from qtk.export.onnx.onnxruntime.repeated_gates import repeat_gates
 from qtk.export.onnx.onnxruntime.scalar_ranks import ELEMENTWISE, rank_scalars
 from qtk.export.onnx.onnxruntime.separate_weights import separate_weights
 from qtk.export.onnx.onnxruntime.stacked_products import PRODUCTS, multiply_stacks, restore_operands
 from qtk.export.onnx.onnxruntime.weight_on_right import move_weight_to_rhs
+from qtk.export.onnx.onnxruntime.widened_weights import WIDER, widen_weights
 from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.storage_types import BLOCK_OPSET
+
+
+@dataclass(frozen=True, slots=True)
+class FilePurpose:
+    """What runs a file.
+
+    Args:
+        opset: the operator set of the file.
+        int16_sums: whether it may run on x86 without VNNI, in ONNX Runtime's exact mode.
+        onnxruntime: whether it is for ONNX Runtime and no other runtime.
+    """
+
+    opset: int
+    int16_sums: bool = False
+    onnxruntime: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ class Pass:
         run: (model, names of its values, opset) → the rewrite, in place.
         needs: the operators that it acts on; a file with none of them stays as it is. Empty: it acts on every file.
         after: the names of the rewrites whose results it reads.
-        is_for: (opset, whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode) → whether to run it.
+        is_for: what the file is for → whether to run it.
         listed_as: the key in the metadata ``qtk.sites`` of the nodes that leave the file with it; ``None``: none do.
         restore: adds the nodes that left the file with it, for readers.
     """
@@ -66,7 +84,7 @@ class Pass:
     run: Callable[[ir.Model, ValueNames, int], None]
     needs: frozenset[object] = frozenset()
     after: tuple[str, ...] = ()
-    is_for: Callable[[int, bool], bool] = lambda opset, int16_sums: True
+    is_for: Callable[[FilePurpose], bool] = lambda purpose: True
     listed_as: str | None = None
     restore: Callable[[ir.Model], None] = lambda model: None
 
@@ -115,9 +133,18 @@ BEFORE_SITES_ARE_LISTED = (
          _of_graph(keep_axis_scales_float)),
     Pass("quantize_around_movement", "the optimized graph of int8 values is refused", "1.31",
          _of_graph(quantize_around_movement), _any_of(*CARRIED), after=("move_codes",),
-         is_for=lambda opset, int16_sums: opset >= BLOCK_OPSET),
+         is_for=lambda purpose: purpose.opset >= BLOCK_OPSET),
     Pass("drop_zeros_of_convolutions", "files of many small weights are larger", "1.32",
          lambda model, names, opset: drop_zeros_of_convolutions(model.graph), _any_of("Conv")),
+    Pass("pad_channels", "integer convolutions of 1 to 3 channels take up to 1.8 times as long", "1.32",
+         _of_graph(pad_channels), _any_of("Conv"), after=("move_codes", "drop_zeros_of_convolutions"),
+         is_for=lambda purpose: purpose.onnxruntime),
+    Pass("repeat_gates", "images are multiplied by gates of channels in runs of that many values", "1.32",
+         _of_graph(repeat_gates), _any_of("Mul"), after=("pool_codes", "add_hard_sigmoids"),
+         is_for=lambda purpose: purpose.onnxruntime),
+    Pass("widen_weights", "products of weights of 4 bits compute in float", "1.32", _of_graph(widen_weights),
+         frozenset(WIDER), after=("keep_float_biases", "drop_zeros_of_convolutions"),
+         is_for=lambda purpose: purpose.onnxruntime),
     Pass("remove_unused", "what the rewrites above replaced stays in the file", "all", _of_model(remove_unused)),
     Pass("dequantize_when_loaded", "weights of float operators are dequantized at every run", "1.31",
          lambda model, names, opset: dequantize_when_loaded(model, opset=opset),
@@ -133,18 +160,18 @@ AFTER_SITES_ARE_LISTED = (
     Pass("read_as_produced", "each input of QLinearConcat is rounded twice", "1.31", _of_model(read_as_produced),
          _any_of("Concat"), listed_as=EDGES, restore=restore_edges),
     Pass("separate_weights", "the exact mode refuses the file", "1.32", _of_model(separate_weights),
-         after=("multiply_stacks",), is_for=lambda opset, int16_sums: int16_sums),
+         after=("multiply_stacks",), is_for=lambda purpose: purpose.int16_sums),
 )
 """Rewrites that add to the list of sites in the metadata of the file what readers of it need."""
 
 
 def run_passes(
-    passes: tuple[Pass, ...], model: ir.Model, names: ValueNames, *, opset: int, int16_sums: bool = False
+    passes: tuple[Pass, ...], model: ir.Model, names: ValueNames, purpose: FilePurpose
 ) -> None:
     """Runs every pass of ``passes`` that is for such a file and concerns it, in order. In place."""
-    own = [each for each in passes if each.is_for(opset, int16_sums)]
+    own = [each for each in passes if each.is_for(purpose)]
     for each in concerned(own, lambda: file_contents(model)):
-        each.run(model, names, opset)
+        each.run(model, names, purpose.opset)
 
 
 def file_contents(model: ir.Model) -> set[object]:

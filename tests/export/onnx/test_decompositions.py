@@ -1,0 +1,66 @@
+"""Exports that trace a program once, and exports that need torch's decompositions."""
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+import qtk
+from qtk.export.onnx import marked_graph
+
+
+class Net(nn.Module):
+    """Pooling to one value and to several, flatten from two axes, and the product of two computed values."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.conv, self.pool, self.norm, self.fc = nn.Conv2d(3, 8, 3), pool, nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.conv(x).relu()
+        tokens = self.norm(x.flatten(2).transpose(1, 2))
+        scores = (tokens @ tokens.transpose(1, 2)).softmax(-1)
+        return self.fc((scores @ tokens).mean(1) + self.pool(x).flatten(1)[:, :8])
+
+
+@pytest.fixture
+def decomposed(monkeypatch):
+    """The programs that torch decomposes, by their operators."""
+    programs, run = [], ExportedProgram.run_decompositions
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda self, *args, **options: (
+        programs.append(self), run(self, *args, **options))[1])
+    return programs
+
+
+X = torch.randn(2, 3, 6, 6)
+
+
+@pytest.mark.medium
+def test_a_program_without_such_operators_is_traced_once_and_written_as_before(tmp_path, monkeypatch, decomposed):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(Net(nn.AdaptiveAvgPool2d(1)).eval(), X, config="onnxruntime")
+    sim.compute_encodings([X], progress=False)
+    decomposed.clear()
+    sim.export(tmp_path / "once", formats=["onnx"])
+    assert decomposed == []
+    for name in ("decompose_where_needed", "write_decomposed"):
+        monkeypatch.setattr(marked_graph, name, lambda value: None)
+    sim.export(tmp_path / "twice", formats=["onnx"])
+    assert len(decomposed) == 1
+    graphs = [onnx.load(tmp_path / each / "model.onnx").graph for each in ("once", "twice")]
+    kinds = [[(node.op_type, len(node.input)) for node in graph.node] for graph in graphs]
+    assert kinds[0] == kinds[1]
+    stored = [{each.name: each.raw_data for each in graph.initializer} for graph in graphs]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.medium
+def test_what_torch_has_no_translation_of_is_decomposed(tmp_path, decomposed):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(Net(nn.AdaptiveAvgPool2d(2)).eval(), X, config="onnxruntime")
+    sim.compute_encodings([X], progress=False)
+    decomposed.clear()
+    sim.export(tmp_path / "out", formats=["onnx"])
+    assert len(decomposed) == 1
+    assert "AveragePool" in {node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
