@@ -24,6 +24,7 @@ import yaml
 from typer.testing import CliRunner
 
 import qtk
+from qtk.auto.promise import Promise
 from qtk.cli.app import app
 from qtk.cli.recipe import load_recipe
 from qtk.config.files import shipped_names
@@ -131,6 +132,17 @@ def test_the_page_on_accuracy_shows_what_its_first_block_prints() -> None:
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     assert [re.sub(r"[\d.]+", "#", line[4:]) for line in shown[1].splitlines()] == [
         re.sub(r"[\d.]+", "#", line) for line in lines if line]
+
+
+def test_the_page_on_accuracy_has_the_samples_that_a_promise_takes() -> None:
+    rows = re.findall(r"^\| (0\.\d+)[^|]* \| ([\d,]+) \| about ([\d,]+) \|$", page("accuracy.md"), re.MULTILINE)
+    scores, quantized = torch.ones(4000), torch.ones(4000)
+    scores[:20], quantized[20:40] = 0, 0  # 1 % change, half each way
+    assert len(rows) == 3
+    for drop, best, typical in rows:
+        promise = Promise(scores, float(drop), 0.95)
+        for shown, needed in ((best, promise.samples_needed(None)), (typical, promise.samples_needed(quantized))):
+            assert needed == pytest.approx(int(shown.replace(",", "")), rel=0.02)
 
 
 @pytest.mark.parametrize("name", [*PAGES, "README.md"])

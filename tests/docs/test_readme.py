@@ -63,6 +63,7 @@ QUESTIONS = {
     "To GGUF?": "gguf",
     "Which ops are fused": "which ops are fused",
     "Which layers stay float, and why?": "why is this value in float",
+    "How do I write my own YAML?": "my own yaml",
     "Set weights and activations apart?": "weights and activations apart",
     "Set or freeze a range": "set or freeze a range by hand",
     "Several inputs, sizes that change?": "several inputs, and axes that change",
