@@ -263,7 +263,7 @@ def _has_written_pages(tensor: Tensor) -> bool:
 
 
 def _page_entries(begin: int, end: int) -> Tensor | None:
-    """What /proc/self/pagemap says of each page of a range; ``None`` where the system does not say. Shape: [pages]."""
+    """Reads what the system says of each page of a range; ``None`` where it says nothing. Shape: [pages]."""
     first, count = begin // PAGE, -(-end // PAGE) - begin // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:

@@ -61,7 +61,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "bool(_mapped(model.parameters()))": "of a list",
         "int(os.pread(self._memory, 128, 0).split()[2])": "of a text",
         "bool(self._known)": "of a list",
-        "bool(((entries != 0) & (entries & OF_FILE == 0)).any())": CPU_ONLY,
+        "bool(_mapped([tensor]))": "of a list",
+        "int((pages < 0).sum())": CPU_ONLY,
+        "bool(((pages != 0) & (pages & OF_FILE == 0)).any())": CPU_ONLY,
     },
     "nn/recurrent.py": {
         "int(size)": "of a packed sequence's batch_sizes, which torch keeps on the CPU",

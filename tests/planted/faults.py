@@ -73,7 +73,7 @@ FAULTS = (
           "return fused(x - near * scale, inverse, near)"),
     Fault("csrc/statistics_loops.cpp", "slot >= 0.0f && slot <", "slot > 0.0f && slot <"),
     Fault("qtk/layerwise/seq_mse.py", "+ offsets / self.num_candidates", "- offsets / (self.num_candidates + 1)"),
-    Fault("qtk/layerwise/ranks.py", "sum_over_ranks(None if moments is None else moments.held_out, device)",
+    Fault("qtk/layerwise/ranks.py", "sum_over_ranks(None if moments is None else moments.held_out, device, owner=owner)",
           "None if moments is None else moments.held_out"),
     Fault("qtk/layerwise/run.py", "is_short = moments.rows_of_all < max(", "is_short = moments.rows_of_all <= max("),
     Fault("qtk/nn/recurrent.py", "x = outputs[0] if directions == 1 else", "x = outputs[0] if directions >= 1 else"),

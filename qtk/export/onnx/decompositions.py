@@ -41,7 +41,7 @@ def write_decomposed(graph: fx.Graph) -> None:
                 _replace(node, graph.call_function(_ATEN.mean.dim, (node.args[0], [-1, -2], True)))
         elif node.target is _ATEN.flatten.using_ints and (sizes := _lengths(node)) is not None:
             with graph.inserting_before(node):
-                _replace(node, graph.call_function(_ATEN.view.default, (node.args[0], sizes)))
+                _replace(node, graph.call_function(_ATEN.reshape.default, (node.args[0], sizes)))
 
 
 def _lengths(node: fx.Node) -> list[fx.Node | int] | None:

@@ -1,6 +1,7 @@
 """Exports that trace a program once, and exports that need torch's decompositions."""
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -64,3 +65,24 @@ def test_what_torch_has_no_translation_of_is_decomposed(tmp_path, decomposed):
     sim.export(tmp_path / "out", formats=["onnx"])
     assert len(decomposed) == 1
     assert "AveragePool" in {node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
+
+
+@pytest.mark.medium
+def test_transposed_values_are_flattened_too(tmp_path):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            heads = self.a(x).unflatten(-1, (4, 2)).transpose(1, 2)
+            return self.b(torch.cat([heads[..., :1], heads[..., 1:]], -1).transpose(1, 2).flatten(2))
+
+    batches = [torch.randn(2, 5, 8), torch.randn(3, 7, 8)]
+    sim = qtk.QuantSim(Heads().eval(), batches[0], config="onnxruntime", dynamic_shapes="all")
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    for x in batches:
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        assert float((found - sim.model(x)).abs().max()) < 0.02
