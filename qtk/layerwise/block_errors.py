@@ -50,12 +50,15 @@ class BlockErrors:
         """Says whether the outputs of the same samples diverge more than ``before``, by more than chance explains.
 
         The mean of the rises of the rows is compared with its standard error: of a few rows one or two make up most of
-        the divergence.
+        the divergence. Where values decide how many rows there are, and these differ, the means are compared.
 
         >>> before, after = (BlockErrors(divergences=torch.tensor(each)) for each in ([0.1, 0.2, 0.1], [0.1, 0.2, 0.9]))
         >>> after.diverges_more(before), BlockErrors(divergences=before.divergences + 0.1).diverges_more(before)
         (False, True)
         """
+        if len(self.divergences) != len(before.divergences):
+            means = [float(each.divergences.sum()) / max(len(each.divergences), 1) for each in (self, before)]
+            return means[0] > means[1]
         rises = (self.divergences - before.divergences).double()
         spread = float(rises.std()) if len(rises) > 1 else 0.0
         return bool(len(rises)) and float(rises.mean()) > spread / len(rises)**0.5

@@ -87,7 +87,8 @@ class BlockRun:
         self._nodes: list[fx.Node] = list(graph.graph.nodes)
         self._last_reads = {read: index for index, node in enumerate(self._nodes)
                             for read in (node, *self._paths.reads(node))}
-        self._windows = find_windows(self._nodes, self._paths, self._last_reads, layers, method.window)
+        self._windows = find_windows(self._nodes, self._paths, self._last_reads, layers, method.window,
+                                     with_biases=method.bias_learning_rate > 0)
         self._live, self._targets = LiveValues(options.offload), LiveValues(options.offload)
         self._float_weights: dict[WeightedLayer, Tensor] = {}
         self._powers: dict[fx.Node, float] = {}

@@ -105,7 +105,7 @@ def readers_of_quantizers(nodes: Sequence[fx.Node], paths: PathEvaluator) -> dic
 
 def find_windows(
     nodes: Sequence[fx.Node], paths: PathEvaluator, last_reads: Mapping[fx.Node, int],
-    layers: Sequence[WeightedLayer], length: int,
+    layers: Sequence[WeightedLayer], length: int, *, with_biases: bool = True,
 ) -> list[Window]:
     """Windows of so many blocks, over all nodes but the last, with what is used in one of them alone.
 
@@ -115,6 +115,7 @@ def find_windows(
         last_reads: value → index of the last node that reads it.
         layers: whose rounding is to be learned.
         length: blocks of a window.
+        with_biases: whether biases are to be learned.
     """
     readers = readers_of_quantizers(nodes, paths)
     layer_of = {layer.quantizer: layer for layer in layers}
@@ -129,7 +130,9 @@ def find_windows(
             each.static or each.frozen or each.learns_range or each.spec.scale_format is not None))
         names = [layer.name for layer in own]
         name = f"{names[0]} … {names[-1]}" if names[1:] else names[0] if names else f"from {nodes[begin]}"
-        alone = set(map(id, paths.float_parameters(begin, end)))
+        others = {index for each in {*paths.quantizers.values()}.difference(layer.quantizer for layer in own)
+                  for index in readers.get(each, ())}
+        alone = set(map(id, paths.float_parameters(begin, end, others))) if with_biases else set()
         biases = {id(bias): bias for layer in own if (bias := layer.bias) is not None and id(bias) in alone}
         found.append(Window(name, begin, tuple(ends), own, ranges, tuple(biases.values())))
     return found

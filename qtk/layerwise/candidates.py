@@ -140,22 +140,24 @@ def unreached(gram: Tensor) -> Tensor:
 
     With ``H + ε mean(diag H) I = L Lᵀ`` and ε = UNREACHED_POWER, ``L_ii²`` is what the columns before leave of column
     i: ``ε mean(diag H)`` if they determine it, never less. The result is the mean of ``ε mean(diag H) / L_ii²``, at
-    most the mean of ``ε mean(diag H) / (λ + ε mean(diag H))`` over the eigenvalues λ of H.
+    most the mean of ``ε mean(diag H) / (λ + ε mean(diag H))`` over the eigenvalues λ of H. Columns that are always 0
+    are left out: a prior changes neither what they are rounded to, nor the others.
 
     Shape: ``gram`` [groups, blocks, block, block]; result [groups, blocks], at least 0 and below 1.
 
-    >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) @ torch.eye(12)[:3]
-    >>> unreached((x.mT @ x)[None, None])  # 9 of 12
-    tensor([[0.7500]])
+    >>> x = torch.randn(100, 1, generator=torch.Generator().manual_seed(0)) @ torch.tensor([[1.0, 2.0, 0.0, 3.0]])
+    >>> round(unreached((x.mT @ x)[None, None]).item(), 2)  # of 2 / 3 of the columns that are not 0
+    0.19
     """
     damped = gram.flatten(0, 1).clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    least = UNREACHED_POWER * diagonal.mean(-1, keepdim=True)
+    is_alive, least = diagonal > 0, UNREACHED_POWER * diagonal.mean(-1, keepdim=True)
     diagonal += least
     factor, failed = cholesky(damped)
     if bool(failed.any()):
         factor = cholesky(damped.to(torch.float64))[0].to(gram.dtype)
-    share = (least / factor.diagonal(dim1=-2, dim2=-1).square()).clamp(max=1).mean(-1).nan_to_num()
+    share = (least / factor.diagonal(dim1=-2, dim2=-1).square()).clamp(max=1) * is_alive
+    share = (share.sum(-1) / is_alive.sum(-1).clamp(min=1)).nan_to_num()
     return share.clamp(max=1 - 1 / gram.shape[-1]).reshape(gram.shape[:2])
 
 

@@ -63,8 +63,11 @@ class PathEvaluator:
         """Says whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
 
-    def float_parameters(self, begin: int, end: int) -> list[Tensor]:
-        """The parameters that are read from node index ``begin`` to before ``end`` alone, and by no quantizer."""
+    def float_parameters(self, begin: int, end: int, without: Collection[int]) -> list[Tensor]:
+        """The parameters that are read from node index ``begin`` to before ``end`` alone, and by no quantizer.
+
+        ``without``: nodes that read none of them.
+        """
         places: dict[str, list[int]] = {}
         quantized = {str(root.target) for node in self.quantizers if (root := self._root(node)) is not None}
         for index, node in enumerate(self._graph.graph.nodes):
@@ -72,7 +75,8 @@ class PathEvaluator:
                 root = self._root(read)
                 if root is not None:
                     places.setdefault(str(root.target), []).append(index)
-        inside = [name for name, read_at in places.items() if begin <= min(read_at) and max(read_at) < end]
+        inside = [name for name, read_at in places.items()
+                  if all(begin <= index < end and index not in without for index in read_at)]
         return [self._last_reads[name][0] for name in inside if name not in quantized]
 
     @contextmanager

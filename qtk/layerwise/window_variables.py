@@ -31,7 +31,8 @@ class LearnedBias:
     """
 
     def __init__(self, bias: Tensor) -> None:
-        self._start, self._dtype = bias.detach().to(torch.float32, copy=True), bias.dtype
+        wide = torch.promote_types(bias.dtype, torch.float32)
+        self._start, self._dtype = bias.detach().to(wide, copy=True), bias.dtype
         self._unit = self._start.abs().mean()
         self.variable = torch.zeros_like(self._start).requires_grad_()
 

@@ -34,6 +34,9 @@ Part = tuple[nn.Module, tuple[Tensor | None, ...]]
 """A module that is captured as a graph of its own, and its arguments."""
 
 
+SAMPLES = "one for each sample of the input"
+
+
 class TimeStep(nn.Module):
     """One layer in one direction: the input projection of all time steps in one GEMM, and the cell of one time step."""
 
@@ -135,7 +138,9 @@ class Recurrent(nn.Module):
 
         Raises: RuntimeError if the states are of another number of steps or samples.
         """
-        self._check_states(x, states, is_packed=batch_sizes is not None)
+        _check_lengths(states, 0, len(self.step_names), "one for each layer and direction")
+        if batch_sizes is None:
+            _check_lengths(states, 1, x.shape[0 if self.batch_first else 1], SAMPLES)
         if all_idle(self):
             return self._fused(x, states, weights, biases, batch_sizes)
         parameters = list(self._parameters_of_steps(weights, biases))
@@ -180,16 +185,6 @@ class Recurrent(nn.Module):
             parts = step.parts(step_input, [state[index] for state in states], parameters)
             parts_by_name |= {f"{name}.{part}": value for part, value in parts.items()}
         return parts_by_name
-
-    def _check_states(self, x: Tensor, states: Sequence[Tensor], *, is_packed: bool) -> None:
-        """As the modules of torch do: its kernels write beyond states that are too small."""
-        needed = [len(self.step_names), None if is_packed else x.shape[0 if self.batch_first else 1]]
-        for state in states:
-            for size, given in zip(needed, state.shape, strict=False):
-                if isinstance(size, int) and isinstance(given, int) and size != given:
-                    raise RuntimeError(f"a state of shape {list(state.shape)} was given to a recurrent net that needs "
-                                       f"[{needed[0]}, {'samples' if is_packed else needed[1]}, …]: the layers and "
-                                       "directions, and the samples of the input")
 
     def _fused(
         self,
@@ -238,7 +233,11 @@ class RecurrentCell(nn.Module):
     def forward(
         self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The next states. Shape: x [N, I], states [N, H] each; weights, biases as ``Recurrent``, of one step."""
+        """The next states. Shape: x [N, I], states [N, H] each; weights, biases as ``Recurrent``, of one step.
+
+        Raises: RuntimeError if the states are of another number of samples.
+        """
+        _check_lengths(states, 0, x.shape[0], SAMPLES)
         (parameters,) = _by_step(weights, biases, 2)
         if all_idle(self):
             start = list(states) if self.kind == "lstm" else states[0]
@@ -282,6 +281,15 @@ class StepParameters:
         return parameters if self.w_hr is None else (*parameters, self.w_hr)
 
 
+def _check_lengths(states: Sequence[Tensor], axis: int, length: int, reason: str) -> None:
+    """As the modules of torch do: its kernels write beyond states that are too small."""
+    for state in states:
+        given = state.shape[axis]
+        if isinstance(length, int) and isinstance(given, int) and given != length:
+            raise RuntimeError(f"a state of shape {list(state.shape)} was given to a recurrent net that needs {length} "
+                               f"along axis {axis}, {reason}")
+
+
 def _by_step(weights: Sequence[Tensor], biases: Sequence[Tensor], weights_per_step: int) -> Iterator[StepParameters]:
     for index, start in enumerate(range(0, len(weights), weights_per_step)):
         yield StepParameters(weights[start : start + weights_per_step], biases[2 * index : 2 * index + 2])
@@ -303,9 +311,12 @@ def loop_over_time(
 
     Shape: x [T, N, I], states [N, …]; packed x [ΣN, I], batch_sizes [T].
     Returns: the hidden state after each time step, [T, N, P] or packed [ΣN, P], and the last states.
+    Raises: RuntimeError if the states are of another number of samples.
     """
     projected = step.projection(x, parameters.w_ih, parameters.b_ih)
     slices = projected.unbind(0) if batch_sizes is None else projected.split([int(size) for size in batch_sizes])
+    if slices:
+        _check_lengths(states, 0, slices[0].shape[0], SAMPLES)
     outputs: list[Tensor] = []
     for current in reversed(slices) if backwards else slices:
         active = current.shape[0]

@@ -112,7 +112,8 @@ def forecast(
         solving = math.ceil(HEAP * solving)
     parts = {**mapped, "values between layers": between, "one batch": math.ceil(transient * paths),
              "statistics": statistics, "solving": solving}
-    if not is_mapped and options.keep_originals and any(WORK.get(type(each), OTHER).rewrites for each in methods):
+    rewrites = options.sparsity is not None or any(WORK.get(type(each), OTHER).rewrites for each in methods)
+    if not is_mapped and options.keep_originals and rewrites:
         kept = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         parts["float weights"] = 0 if options.offload == "disk" else kept
     forward = paths * _forward(layers, rows, batches)

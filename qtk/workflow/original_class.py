@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -37,6 +38,9 @@ SIMULATION = "simulation"
 
 USE_CACHE, RETURN_DICT, LOGITS_TO_KEEP = FLAGS = ("use_cache", "return_dict", "logits_to_keep")
 """Arguments of transformers' models that a captured graph has decided, and that ``generate`` passes all the same."""
+
+SETTINGS = "generation_config"
+"""The attribute, and the argument of ``generate``, that holds what a call leaves out."""
 
 LOGITS = "logits"
 """Name of the output of which ``logits_to_keep`` asks for the last tokens: [batch, tokens, words]."""
@@ -131,28 +135,35 @@ def _running(model: PreparedModel, skeleton: Skeleton) -> nn.Module:
     kind, interface = type(root), _interface(root, model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "forward": _forward(interface), "__getattr__": _refusing(kind), **_without_saving(kind)}
+    settings, keeps_cache = vars(root).get(SETTINGS), _takes_cache(model, interface.signature)
     if callable(generate := getattr(kind, "generate", None)):
-        asks = "generation_config" in vars(root) and not _takes_cache(model, interface.signature)
-        names["generate"] = _generating(generate, without_cache=asks)
+        names["generate"] = _generating(generate, keeps_cache=keeps_cache)
     made: nn.Module = kind.__new__(type(kind.__name__, (kind,), names))
     made.__dict__.update(vars(root))
     made.__dict__["_parameters"], made.__dict__["_buffers"] = {}, {}
     made.__dict__["_modules"] = {SIMULATION: model}
     made.training = model.training
+    if settings is not None and not keeps_cache:
+        settings.use_cache = False
     return made
 
 
-def _generating(generate: Callable[..., Any], *, without_cache: bool) -> Callable[..., Any]:
+def _generating(generate: Callable[..., Any], *, keeps_cache: bool) -> Callable[..., Any]:
     """``generate`` with bound graphs, and each weight quantized once: nobody else changes these between two tokens.
 
-    ``without_cache``: each token is computed from all before it, whatever a call or its settings ask for.
+    Where no graph takes a cache, each token is computed from all before it, whatever a call or its settings ask for.
     """
 
     @functools.wraps(generate)
     def with_bound_graphs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         simulation = cast(nn.Module, self._modules[SIMULATION])
-        if without_cache:
-            kwargs[USE_CACHE] = False
+        if not keeps_cache:
+            given = kwargs.get(SETTINGS)
+            if getattr(given, USE_CACHE, None):
+                kwargs[SETTINGS] = copy.copy(given)
+                setattr(kwargs[SETTINGS], USE_CACHE, False)
+            if kwargs.get(USE_CACHE):
+                kwargs[USE_CACHE] = False
         with caching(simulation), weights_once(simulation):
             return generate(self, *args, **kwargs)
 

@@ -25,6 +25,8 @@ def test_scores_diverge_by_rows_and_other_outputs_by_their_relative_error():
 
 def test_a_rise_of_one_row_among_many_is_chance_and_a_rise_of_most_is_not():
     before = BlockErrors(divergences=torch.full((20,), 0.1))
+    for count, value, more in ((19, 0.2, True), (21, 0.05, False), (1, 0.2, True), (0, 0.0, False)):
+        assert BlockErrors(divergences=torch.full((count,), value)).diverges_more(before) is more
     one, most = before.divergences.clone(), before.divergences.clone()
     one[3], most[:15] = 5.0, 0.2
     assert not BlockErrors(divergences=one).diverges_more(before)

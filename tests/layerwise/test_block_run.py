@@ -127,8 +127,9 @@ def test_biases_are_learned_kept_for_later_calls_and_left_at_a_rate_of_zero(mode
     biases = {name: each for name, each in net.named_parameters() if "bias" in name}
     learned = {name: sim.model.get_parameter(name).clone() for name in biases}
     assert any(not torch.equal(learned[name], each) for name, each in biases.items())
-    options = qtk.LayerwiseOptions(start="float")
-    qtk.apply_layerwise(sim, batches, FEW.replace(")", ", bias_learning_rate=0)"), options=options, progress=False)
+    sim, net, batches = simulated(model, *((8,) if model is Residual else (5, 8)))
+    report = qtk.apply_layerwise(sim, batches, FEW.replace(")", ", bias_learning_rate=0)"), progress=False)
+    assert any(layer.winner != "none" for layer in report.layers)
     assert all(torch.equal(sim.model.get_parameter(name), each) for name, each in biases.items())
 
 

@@ -142,7 +142,7 @@ def test_directions_that_no_rows_reach_are_counted_from_below(reached):
         assert share >= 0.1 * most - 1e-6
     assert unreached(torch.zeros(2, 1, 3, 3)).tolist() == [[0.0], [0.0]]
     silent = torch.diag(torch.tensor([1.0, 2.0, 0.0, 0.0]))
-    assert unreached(silent[None, None]).item() == pytest.approx(0.5, abs=1e-4)
+    assert unreached(silent[None, None]).item() < 1e-3
 
 
 def test_rows_of_few_directions_get_a_prior_however_many_they_are():

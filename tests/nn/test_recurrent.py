@@ -78,10 +78,26 @@ def test_states_of_other_samples_or_layers_are_refused(kind, batch_first, stepwi
     for index, count in itertools.product(range(2 if kind == "lstm" else 1), (1, N - 1, N + 1)):
         given = states(kind, 2, False, False)
         given[index] = given[index].new_zeros(2, count, H)
-        with pytest.raises(RuntimeError, match=rf"a state of shape \[2, {count}, 6\] .* needs \[2, 3, …\]"):
+        with pytest.raises(RuntimeError, match=rf"a state of shape \[2, {count}, 6\] .* needs 3 along axis 1"):
             twin(x, given, weights, biases)
-    with pytest.raises(RuntimeError, match=r"a state of shape \[1, 3, 6\] .* needs \[2, 3, …\]"):
+    with pytest.raises(RuntimeError, match=r"a state of shape \[1, 3, 6\] .* needs 2 along axis 0"):
         twin(x, states(kind, 1, False, False), weights, biases)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_and_cells_refuse_states_of_other_samples(kind, stepwise):
+    _, twin, weights, biases = pair(kind, stepwise=stepwise)
+    packed = pack_padded_sequence(torch.randn(T, N, I), torch.tensor([5, 4, 2]))
+    cell = RecurrentCell(kind)
+    if stepwise:
+        cell.add_module("awake", Awake())
+    for count in (1, N - 1, N + 1):
+        given = [each.new_zeros(1, count, H) for each in states(kind, 1, False, False)]
+        with pytest.raises(RuntimeError):
+            twin(packed.data, given, weights, biases, packed.batch_sizes)
+        with pytest.raises(RuntimeError, match=rf"a state of shape \[{count}, 6\] .* needs 3 along axis 0"):
+            cell(torch.randn(N, I), [each[0] for each in given], weights, biases)
 
 
 @pytest.mark.parametrize(("kind", "layers", "both", "batch_first", "bias", "projected"), CASES)

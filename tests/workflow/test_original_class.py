@@ -211,12 +211,21 @@ def test_generate_keeps_no_cache_that_no_graph_takes():
             super().__init__()
             self.generation_config = SimpleNamespace(use_cache=True)
 
-        def generate(self, ids, use_cache=None):
-            return self(ids, use_cache=self.generation_config.use_cache if use_cache is None else use_cache)["logits"]
+        def generate(self, ids, generation_config=None, use_cache=None):
+            settings = generation_config or self.generation_config
+            return self(ids, use_cache=settings.use_cache if use_cache is None else use_cache)["logits"]
+
+    class Own(Generates):
+        def generate(self, ids):
+            return super().generate(ids)
 
     made, ids = simulation(Generates().eval()).to_original(), words(4, 6)
-    for options in ({}, {"use_cache": True}, {"use_cache": False}):
+    given = SimpleNamespace(use_cache=True)
+    for options in ({}, {"use_cache": True}, {"use_cache": False}, {"generation_config": given}):
         assert torch.equal(made.generate(ids, **options), made(ids)["logits"])
+    assert given.use_cache
+    made = simulation(Own().eval()).to_original()
+    assert torch.equal(made.generate(ids), made(ids)["logits"])
 
 
 class Kept(Net):
