@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -36,7 +37,7 @@ from qtk.config.schema import QuantConfig
 from qtk.core.plan import leaders
 from qtk.data.forward_pass import Batch, outputs, run_batch
 from qtk.data.sequences import Sequences
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, ExportError
 from qtk.graph.footprint import footprint
 from qtk.graph.insert import drop_sites
 from qtk.layerwise.float_weights import FloatWeights
@@ -152,7 +153,12 @@ class BitSearch:
             picks = self._within(limit, best, latency.costs)
             if picks in tried:
                 break
-            ratios[picks] = self._ratio(picks, whole)
+            try:
+                ratios[picks] = self._ratio(picks, whole)
+            except ExportError as error:
+                warnings.warn(f"the runtime refuses a mix of widths, so that fewer were measured: {error}",
+                              stacklevel=6)
+                break
             tried = {each: ratio * whole.first_ms for each, ratio in ratios.items()}
             latency.correct(tried, limit)
         return latency.costs, best, tried

@@ -1,6 +1,7 @@
 """The search takes the assignment that loses least within the budget, by brute force and as measured."""
 
 import itertools
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from qtk.auto.bit_search import BitSearch
 from qtk.auto.latency import OpLatencies, WholeLatency
 from qtk.auto.matrix_products import matrix_products
 from qtk.calibration.calibrate import CalibrationData
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, ExportError
 from qtk.graph.footprint import footprint
 from tests.auto.three_layers import BATCHES, assigned, error, mlp, widths
 
@@ -171,6 +172,24 @@ def test_widths_that_cost_more_together_than_alone_still_meet_the_budget(limit, 
     sim, found = assigned({"milliseconds": limit}, choices=(8, "float"))
     assert found.cost == pytest.approx(mixed(sim))
     assert found.cost <= limit
+
+
+@pytest.mark.medium
+def test_a_mix_that_the_runtime_refuses_leaves_what_was_measured(monkeypatch):
+    calls = itertools.count()
+
+    def refusing(sim):
+        if next(calls) > 3:  # all 4, all 8, twice each
+            raise ExportError("no such mix")
+        return whole_ms(sim)
+
+    monkeypatch.setattr(OpLatencies, "ms", product_ms)
+    measure_by(refusing, monkeypatch)
+    with pytest.warns(match="refuses a mix of widths.*no such mix") as caught:
+        sim, found = assigned({"milliseconds": 50.0}, choices=(4, 8))
+    assert found.cost <= 50.0
+    assert found.cost == pytest.approx(whole_ms(sim))
+    assert str(caught[0].filename) == __file__
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +13,7 @@ from onnx_ir.passes.common import IdentityEliminationPass, LiftConstantsToInitia
 
 from qtk.errors import ExportError
 from qtk.export.onnx.node_writer import stored_value
+from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.quantized_file import OUTPUT, QUANTIZE, FileOp, FileTensor, QuantizedFile, TensorRole
 
 TARGET = "qtk.target"
@@ -47,13 +50,20 @@ def read_contents(path: str | os.PathLike[str]) -> QuantizedFile:
     except Exception as error:
         raise ExportError(f"cannot read {path} as ONNX: {error}") from error
     nodes = list(model.graph.all_nodes())
-    tensors = tuple(_tensor(node) for node in nodes if node.op_type == DEQUANTIZE)
+    sites = _sites(model)
+    tensors = tuple(_tensor(node, sites.get(_name(node), _name(node))) for node in nodes if node.op_type == DEQUANTIZE)
     ops = {node: _op(node) for node in nodes if not _is_between(node)}
     for node, op in ops.items():
         for reader, _ in _readers(node):
             op.readers.append(reader if isinstance(reader, str) else ops[reader])
     opset = model.graph.opset_imports.get("", model.opset_imports.get(""))
     return QuantizedFile("onnx", model.metadata_props.get(TARGET), opset, tensors, tuple(ops.values()))
+
+
+def _sites(model: ir.Model) -> dict[str, str]:
+    """Name of a DequantizeLinear → name of its site, where a file of ours says that it is another."""
+    nodes: dict[str, list[Any]] = json.loads(model.metadata_props.get(SITES, "{}")).get("nodes", {})
+    return {name: site for name, (site, *_) in nodes.items() if site is not None}
 
 
 def _is_between(node: ir.Node) -> bool:
@@ -123,7 +133,7 @@ def _readers(node: ir.Node) -> Iterator[tuple[ir.Node | str, int]]:
                 yield reader, index
 
 
-def _tensor(node: ir.Node) -> FileTensor:
+def _tensor(node: ir.Node, name: str) -> FileTensor:
     codes, scale = stored_value(node.inputs[0]), node.inputs[1]
     assert codes is not None
     assert scale is not None
@@ -135,7 +145,7 @@ def _tensor(node: ir.Node) -> FileTensor:
     dynamic = scale.const_value is None
     stored = codes.const_value.numpy() if codes.const_value is not None and dtype not in _FLOATS else None
     return FileTensor(
-        _name(node), _role(readers, dtype) if _is_stored(node) else "activations",
+        name, _role(readers, dtype) if _is_stored(node) else "activations",
         frozenset(kind for reader, _ in readers for kind in _kinds(reader)), _FLOATS.get(dtype, dtype.lower()),
         _granularity(node, scale, block_size, dynamic=dynamic), block_size, _is_0(zero, dynamic=dynamic),
         None if stored is None or not stored.size else (int(stored.min()), int(stored.max())), dynamic,

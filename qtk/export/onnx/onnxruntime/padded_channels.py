@@ -3,7 +3,8 @@
 ONNX Runtime's integer kernel of convolutions takes channels in fours (seen in 1.32, x86 with VNNI) and makes 16 at
 least; other convolutions go through im2col. 64 images of 3 × 224 × 224, 3 × 3, 16 channels out: 18.9 ms, with a fourth
 channel 10.7, and 0.9 to add it. Padded codes are the zero point, and their weights 0. With large kernels im2col is
-about as fast (7 × 7, 64 out: 19.1 and 17.4 ms) or faster (16 × 16, 192 out: 2.5 and 3.1), so these stay.
+about as fast (7 × 7, 64 out: 19.1 and 17.4 ms) or faster (16 × 16, 192 out: 2.5 and 3.1), so these stay. Weights of 4
+bits stay as they are.
 """
 
 from __future__ import annotations
