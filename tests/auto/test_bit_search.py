@@ -1,7 +1,6 @@
 """The search takes the assignment that loses least within the budget, by brute force and as measured."""
 
 import itertools
-import itertools
 import math
 
 import pytest

@@ -138,7 +138,7 @@ def test_the_page_on_accuracy_has_the_samples_that_a_promise_takes() -> None:
     rows = re.findall(r"^\| (0\.\d+)[^|]* \| ([\d,]+) \| about ([\d,]+) \|$", page("accuracy.md"), re.MULTILINE)
     scores, quantized = torch.ones(4000), torch.ones(4000)
     scores[:20], quantized[20:40] = 0, 0  # 1 % change, half each way
-    assert len(rows) == 3
+    assert len(rows) == 4
     for drop, best, typical in rows:
         promise = Promise(scores, float(drop), 0.95)
         for shown, needed in ((best, promise.samples_needed(None)), (typical, promise.samples_needed(quantized))):

@@ -74,6 +74,11 @@ QUESTIONS = {
     "for TensorRT": "tensorrt",
     "for AIMET's converters": "aimet's converters",
     "(recipes)": "recipes",
+    "for OpenVINO": "openvino",
+    "Does it run W4A8?": "which runtimes multiply int4 weights as integers",
+    "Which configuration keys exist?": "which configuration keys exist",
+    "W8A8 of a language model?": "int8 weights and activations (w8a8)",
+    "How do I save it?": "or save it",
 }
 """What newcomers asked → what the heading that answers it says."""
 

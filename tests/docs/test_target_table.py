@@ -67,6 +67,25 @@ def test_an_exported_file_keeps_its_rules_where_the_table_has_its_formats(
         assert (role in broken) == (cells(role)[target][COLUMNS[bits]] == "–"), check
 
 
+@pytest.mark.parametrize(("column", "weights", "activations"), [
+    ("W8A8", "8 bits", "8 bits"), ("W4A8", "4 bits", "8 bits"), ("W4A16 (weights alone)", "4 bits", None),
+    ("W4A4", "4 bits", "4 bits")])
+def test_a_runtime_runs_a_width_only_if_the_rules_of_its_target_allow_it(
+    column: str, weights: str, activations: str | None
+) -> None:
+    text = page("targets.md").partition("| runtime, target |")[2].partition("\n\n")[0]
+    head = ["W8A8", "W4A8", "W4A16 (weights alone)", "W4A4"]
+    forbidden = set()
+    for row in re.findall(r"^\|([^-].*)\|$", text, re.MULTILINE):
+        runtime, *answers, _ = (cell.strip() for cell in row.split("|"))
+        targets = re.findall(r"`(\w+)`", runtime)
+        if targets and not any(cells("weights")[each][weights] != "–" and (
+                activations is None or cells("activations")[each][activations] != "–") for each in targets):
+            assert dict(zip(head, answers, strict=True))[column] == "no", runtime
+            forbidden.add(runtime)
+    assert forbidden
+
+
 def changed(target: str, old: str, new: str) -> Runtime:
     text = load_config(target).runtime.model_dump_json()
     assert old in text
