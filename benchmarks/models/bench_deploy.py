@@ -1,4 +1,4 @@
-"""What a quantized model is worth in ONNX Runtime on the CPU, batch 1: qtk's file beside ONNX Runtime's own quantizer.
+"""What a quantized model is worth in ONNX Runtime on the CPU: qtk's file beside ONNX Runtime's own quantizer.
 
 Per model: the float export, qtk's target, ``quantize_static`` (QDQ, per channel) and ``quantize_dynamic`` of ONNX
 Runtime. Latencies are medians of interleaved turns in one process. "float nodes" counts the convolutions and matrix
@@ -9,6 +9,8 @@ without VNNI the files of ONNX Runtime's quantizer are made with ``reduce_range`
     python benchmarks/models/bench_deploy.py
     python benchmarks/models/bench_deploy.py --models resnet50 bert_4x384 --turns 10 --csv figures.csv
     python benchmarks/models/bench_deploy.py --models resnet18 densenet121 --config onnxruntime_vnni
+    python benchmarks/models/bench_deploy.py --models mobilenetv3_small_050 --threads 1 --batch 64
+    python benchmarks/models/bench_deploy.py --models resnet18 --threads 1 --weight-bits 4
 """
 
 from __future__ import annotations
@@ -82,14 +84,16 @@ def sqnr_db(expected: Tensor, found: Tensor) -> float:
     return float(10 * torch.log10(expected.double().square().sum() / error))
 
 
-def write_files(name: str, model: nn.Module, config: str, folder: Path) -> tuple[dict[str, Path], qtk.QuantSim]:
+def write_files(
+    name: str, model: nn.Module, folder: Path, *, config: str, batch: int, weight_bits: int
+) -> tuple[dict[str, Path], qtk.QuantSim]:
     """Writes all files of a model. Returns: those that could be made, by name, and qtk's simulation."""
-    x = inputs(name, model, 1, seed=0)
-    batches = [inputs(name, model, 1, seed=seed) for seed in range(1, 1 + CALIBRATION_BATCHES)]
+    x = inputs(name, model, batch, seed=0)
+    batches = [inputs(name, model, batch, seed=seed) for seed in range(1, 1 + CALIBRATION_BATCHES)]
     files = {kind: folder / f"{kind.replace(' ', '_')}.onnx" for kind in (FLOAT, STATIC, DYNAMIC)}
     torch.onnx.export(model, (x,), files[FLOAT], dynamo=True, verbose=False, external_data=False)
     captured = qtk.prepare_model(model, x, dynamic_shapes=None)  # fixed shapes, as in the float file
-    sim = qtk.QuantSim(captured, x, config=config)
+    sim = qtk.QuantSim(captured, x, config=config, weight_bits=weight_bits)
     sim.compute_encodings(batches, progress=False)
     sim.export(folder / "qtk", formats=["onnx"])
     files[QTK] = folder / "qtk" / "model.onnx"
@@ -117,19 +121,20 @@ def write_files(name: str, model: nn.Module, config: str, folder: Path) -> tuple
     return files, sim
 
 
-def measure(name: str, config: str, threads: int, turns: int) -> tuple[list[Figures], RuntimeNodes]:
+def measure(name: str, arguments: argparse.Namespace) -> tuple[list[Figures], RuntimeNodes]:
     """The figures of all files of a model, and the nodes that qtk's file is run with."""
     model = build(name)
-    x = inputs(name, model, 1, seed=99)
+    x = inputs(name, model, arguments.batch, seed=99)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        files, sim = write_files(name, model, config, folder)
+        files, sim = write_files(name, model, folder, config=arguments.config, batch=arguments.batch,
+                                 weight_bits=arguments.weight_bits)
         with torch.no_grad():
             expected, simulated = model(x), sim.model(x)
         kinds, outputs, runners = {}, {}, {}
         for kind, file in files.items():
             optimized = folder / "optimized.onnx"
-            session, _ = create_session(file, threads=threads, optimized_file=optimized)
+            session, _ = create_session(file, threads=arguments.threads, optimized_file=optimized)
             kinds[kind] = computing_kinds(optimized)
             if kind == QTK:
                 reasons = {site.name: why for site, why in sim.plan.unquantized.items()}
@@ -137,7 +142,7 @@ def measure(name: str, config: str, threads: int, turns: int) -> tuple[list[Figu
             feed = {session.get_inputs()[0].name: x.numpy()}
             runners[kind] = partial(session.run, None, feed)
             outputs[kind] = torch.from_numpy(runners[kind]()[0])
-        latencies_ms = median_latencies_ms(runners, turns=turns, progress=True)
+        latencies_ms = median_latencies_ms(runners, turns=arguments.turns, progress=True)
         figures = [
             Figures(
                 name, kind, size := file.stat().st_size, size / files[FLOAT].stat().st_size,
@@ -173,6 +178,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, help="these, or any of timm")
     parser.add_argument("--config", default="onnxruntime")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1, help="rows of an input")
+    parser.add_argument("--weight-bits", type=int, default=8, help="of qtk's file")
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small model, to see that the script runs")
@@ -183,8 +190,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     saturates = "saturates u8 × s8" if integer_sums_saturate() else "has exact sums of u8 × s8"
     table = Table(
-        title=f"ONNX Runtime {onnxruntime.__version__}, {arguments.threads} threads, batch 1; this CPU {saturates}; "
-        f"qtk's target {arguments.config}", title_justify="left",
+        title=f"ONNX Runtime {onnxruntime.__version__}, {arguments.threads} threads, batch {arguments.batch}; this CPU "
+        f"{saturates}; qtk's target {arguments.config}", title_justify="left",
     )
     for heading in ("model", "file", "bytes", "× float", "ms", "× float", "integer nodes", "float nodes", "SQNR, dB",
                     "to simulation, dB"):
@@ -192,7 +199,7 @@ def main() -> None:
     everything, notes = [], []
     console = Console(width=150)
     for name in arguments.models:
-        figures, nodes = measure(name, arguments.config, arguments.threads, arguments.turns)
+        figures, nodes = measure(name, arguments)
         everything += figures
         for each in figures:
             table.add_row(

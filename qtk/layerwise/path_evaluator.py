@@ -63,7 +63,7 @@ class PathEvaluator:
         """Says whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
 
-    def float_parameters(self, begin: int, end: int, without: Collection[int]) -> list[Tensor]:
+    def float_parameters(self, begin: int, end: int, without: Collection[int] = ()) -> list[Tensor]:
         """The parameters that are read from node index ``begin`` to before ``end`` alone, and by no quantizer.
 
         ``without``: nodes that read none of them.

@@ -1,7 +1,6 @@
 """Exports that trace a program once, and exports that need torch's decompositions."""
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -9,6 +8,7 @@ from torch.export import ExportedProgram
 
 import qtk
 from qtk.export.onnx import marked_graph
+from qtk.runtimes.session import create_session
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ def test_transposed_values_are_flattened_too(tmp_path):
     sim = qtk.QuantSim(Heads().eval(), batches[0], config="onnxruntime", dynamic_shapes="all")
     sim.compute_encodings(batches, progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    session, _ = create_session(tmp_path / "out" / "model.onnx")
     for x in batches:
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
         assert float((found - sim.model(x)).abs().max()) < 0.02
