@@ -133,6 +133,25 @@ def test_biases_are_learned_kept_for_later_calls_and_left_at_a_rate_of_zero(mode
     assert all(torch.equal(sim.model.get_parameter(name), each) for name, each in biases.items())
 
 
+@pytest.mark.medium
+def test_a_bias_that_another_layer_has_too_is_not_learned():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.bias = self.a.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu())
+
+    for sites, is_learned in ((["a.weight"], False), (None, True)):
+        sim, net, batches = simulated(Shared)
+        methods = "reconstruction(iterations=40, window=2)"
+        report = qtk.apply_layerwise(sim, batches, methods, sites=sites, progress=False)
+        assert any(layer.winner != "none" for layer in report.layers)
+        assert torch.equal(sim.model.get_parameter("a.bias"), net.a.bias) is not is_learned
+
+
 def test_what_cannot_be_reconstructed_is_refused():
     sim, _, batches = simulated()
     for methods, options, message in (

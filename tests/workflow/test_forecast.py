@@ -37,6 +37,8 @@ def test_parts_are_those_of_the_shapes():
     assert disk.parts["values between layers"] == 2 * between
     assert disk.parts["float weights"] == 0
     assert "float weights" not in forecast(sim.simulation, [SeqMse()]).parts  # it changes encodings alone
+    pruned = forecast(sim.simulation, [SeqMse()], options=replace(DEFAULT, sparsity="2:4"))
+    assert pruned.parts["float weights"] == found.parts["float weights"]
     assert found.multiplications > 2 * 3 * 2 * ROWS * 2 * 4 * WIDTH**2
     assert forecast(sim.simulation).peak_bytes < found.peak_bytes
 

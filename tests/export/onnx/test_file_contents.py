@@ -146,3 +146,16 @@ def test_a_scale_written_as_a_number_of_a_constant_node_is_seen(tmp_path, convol
     del numbers["s"]
     file = contents(tmp_path, [helper.make_node("Constant", [], ["s"], value_float=0.5), *nodes], numbers)
     assert file.tensors == expected.tensors
+
+
+@pytest.mark.medium
+def test_codes_that_were_made_longer_have_the_names_of_their_sites(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    sim = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval(), x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    found = read_contents(tmp_path / "out" / "model.onnx")
+    stored = onnx.load(tmp_path / "out" / "model.onnx").graph.initializer
+    assert [16, 4, 3, 3] in [list(each.dims) for each in stored]
+    assert {tensor.name for tensor in found.tensors} == {*sim.encodings()}
