@@ -39,29 +39,11 @@ def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: fl
                           f"{tuple(teacher_scores.shape)}; give both models the same inputs")
     if not temperature > 0:
         raise ConfigError(f"distillation_loss: the temperature must be above 0, got {temperature}")
-    log_q, log_p = _log_probabilities(scores, teacher_scores, temperature)
-    divergence = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-    return divergence * temperature**2
-
-
-def row_divergences(scores: Tensor, teacher_scores: Tensor) -> Tensor:
-    """Returns the divergences that ``distillation_loss`` is the mean of, at a temperature of 1.
-
-    >>> row_divergences(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[2.0, 0.0]] * 2))
-    tensor([0.0671, 0.0000])
-
-    Shape: ``scores`` and ``teacher_scores`` [..., classes]; result [rows], one for each vector of scores.
-    """
-    log_q, log_p = _log_probabilities(scores, teacher_scores, 1.0)
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-def _log_probabilities(scores: Tensor, teacher_scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The logarithms of the probabilities, [rows, classes], 0 for classes that the teacher rules out."""
     classes = max(scores.shape[-1], 1) if scores.ndim else 1
     rows = scores.float().reshape(-1, classes) / temperature
     teacher_rows = teacher_scores.detach().float().reshape(-1, classes) / temperature
     log_q, log_p = rows.log_softmax(-1), teacher_rows.log_softmax(-1)
     ruled_out = log_p == -torch.inf  # 0 · log 0 is 0
     log_q, log_p = (each.masked_fill(ruled_out, 0.0) for each in (log_q, log_p))
-    return log_q, log_p
+    divergence = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    return divergence * temperature**2

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.algorithms.distillation import row_divergences
+from qtk.numerics import token_scores
 from qtk.observers.extremes import sentinel_bound
 
 TINY = 1e-30
@@ -99,4 +99,4 @@ def divergences(output: Tensor, wanted: Tensor) -> Tensor:
     if output.ndim < 2 or output.shape[-1] < 2:
         noise = _without_sentinels(output, wanted).square().reshape(len(output) if output.ndim else 1, -1).sum(-1)
         return len(noise) * noise / power(wanted).clamp(min=TINY)
-    return row_divergences(output, wanted)
+    return token_scores.divergences(*(each.reshape(-1, output.shape[-1]) for each in (wanted, output)))

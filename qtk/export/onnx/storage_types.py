@@ -20,6 +20,8 @@ BLOCK_OPSET = 21
 TWO_BIT_OPSET = 25
 """The first opset whose QuantizeLinear has 2 bits."""
 
+EIGHT_BITS = (ir.DataType.UINT8, ir.DataType.INT8)
+
 _BITS = (2, 4, 8, 16)
 _FLOATS = {"fp8_e4m3": ir.DataType.FLOAT8E4M3FN, "fp8_e5m2": ir.DataType.FLOAT8E5M2}
 

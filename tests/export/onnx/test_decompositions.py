@@ -83,6 +83,7 @@ def test_transposed_values_are_flattened_too(tmp_path):
     sim.compute_encodings(batches, progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
     session, _ = create_session(tmp_path / "out" / "model.onnx")
+    step = float(sim.quantizers["b:out"].scale)  # sums in another order may round to the next code
     for x in batches:
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        assert float((found - sim.model(x)).abs().max()) < 0.02
+        assert float((found - sim.model(x)).abs().max()) < 1.01 * step

@@ -28,10 +28,10 @@ from qtk.core.free_name import free_name
 from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import codes_of, value_of
 from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED, carries_codes
+from qtk.export.onnx.storage_types import EIGHT_BITS
 
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 PRODUCTS = (*WITH_BIAS, "MatMul")
-EIGHT_BITS = frozenset((ir.DataType.INT8, ir.DataType.UINT8))
 
 
 def insert_barrier(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
@@ -92,9 +92,8 @@ def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
             continue
         data, weight, bias = node.inputs[:3]
         types = [_type_of_codes(value) for value in (data, weight)]
-        if data is not None and bias is not None and bias.is_initializer() and None not in types and not (
-            EIGHT_BITS.issuperset(types)
-        ):
+        are_eight_bits = all(each in EIGHT_BITS for each in types)
+        if data is not None and bias is not None and bias.is_initializer() and None not in types and not are_eight_bits:
             insert_barrier(data, [(node, 0)], names)
 
 

@@ -13,8 +13,7 @@ import onnx_ir as ir
 from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import DequantizeNodes, NodeWriter, codes_of, dequantize_of
 from qtk.export.onnx.onnxruntime.convolution_zeros import is_integer_convolution
-
-EIGHT_BITS = (ir.DataType.UINT8, ir.DataType.INT8)
+from qtk.export.onnx.storage_types import EIGHT_BITS
 
 
 def repeat_gates(graph: ir.Graph, names: ValueNames) -> None:

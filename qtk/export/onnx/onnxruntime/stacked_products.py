@@ -16,9 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.export.onnx.node_writer import codes_of, dequantize_of, insert_before, value_of
 from qtk.export.onnx.qdq_nodes import SITES, qparam_name
-from qtk.export.onnx.storage_types import limits
-
-CODES = (ir.DataType.UINT8, ir.DataType.INT8)
+from qtk.export.onnx.storage_types import EIGHT_BITS, limits
 
 PRODUCTS = "products"
 """Key in the metadata ``qtk.sites``: name of a QLinearMatMul → names of the DequantizeLinear nodes of its operands."""
@@ -53,7 +51,8 @@ def _multiply_codes(product: ir.Node, graph: ir.Graph) -> tuple[ir.Node, ir.Node
     if left is None or right is None or quantize is None:
         return None
     given, stored, made = (value.dtype for value in (codes_of(left), codes_of(right), quantize.outputs[0]))
-    if given not in CODES or made != given or stored not in (CODES if given == ir.DataType.UINT8 else (given,)):
+    fitting = EIGHT_BITS if given == ir.DataType.UINT8 else (given,)
+    if given not in EIGHT_BITS or made != given or stored not in fitting:
         return None
     operator = ir.Node(
         "", "QLinearMatMul", [*left.inputs, *right.inputs[:2], _zero_point(right, graph), *quantize.inputs[1:]],

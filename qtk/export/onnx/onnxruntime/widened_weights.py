@@ -12,11 +12,10 @@ import onnx_ir as ir
 from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import NodeWriter, codes_of, dequantize_of
 from qtk.export.onnx.onnxruntime.convolution_zeros import is_rounded
+from qtk.export.onnx.storage_types import EIGHT_BITS
 
 WIDER = {ir.DataType.INT4: ir.DataType.INT8, ir.DataType.UINT4: ir.DataType.UINT8,
          ir.DataType.INT2: ir.DataType.INT8, ir.DataType.UINT2: ir.DataType.UINT8}
-
-EIGHT_BITS = (ir.DataType.UINT8, ir.DataType.INT8)
 
 
 def widen_weights(graph: ir.Graph, names: ValueNames) -> None:
