@@ -130,8 +130,9 @@ def token_cells(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
         getattr(model.config, "sliding_window", None) is not None)
     first = {**example, name: empty()} if is_full else example
     step = next_call(model, example, 5, whole=not is_full)
-    sim = qtk.QuantSim(model, step, variants=[first], dynamic_shapes="all", states={name: name})
-    sim.compute_encodings([first, step], progress=False)
+    one = next_call(model, example, 1, whole=not is_full)
+    sim = qtk.QuantSim(model, step, variants=[first, one], dynamic_shapes="all", states={name: name})
+    sim.compute_encodings([first, step, one], progress=False)
     thin = sim.to_original()
     yield "yes" if agree(thin, thin, ids) else "no"
     quick, float_speed = tokens_per_s([thin, model], ids)
