@@ -101,9 +101,9 @@ def capture_row(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     yield f"{default_s / plain_s:.2f}"
     yield f"{len(prepared.graph.nodes)}" if prepared.report.rung == "export" else "–"
     yield f"{max(difference(model, prepared, call) for call in (example, *others(example))):.1e}"
-    both = qtk.prepare_model(model, example, variants=[next_call(model, example, 5)], dynamic_shapes="all")
-    calls = [next_call(model, example, 5), next_call(model, example, 1)]
-    yield f"{both.report.rung} {max(difference(model, both, call) for call in calls):.1e}"
+    calls = [next_call(model, example, tokens) for tokens in (5, 1)]
+    prepared = qtk.prepare_model(model, example, variants=calls, dynamic_shapes="all")
+    yield f"{prepared.report.rung} {max(difference(model, prepared, call) for call in calls):.1e}"
 
 
 def tokens_per_s(models: list[nn.Module], ids: torch.Tensor, **options: Any) -> list[float]:

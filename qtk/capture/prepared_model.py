@@ -298,7 +298,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         return sorted(found, key=lambda graph: fixed_sizes(graph.__dict__[CAPTURED]), reverse=True)
 
     def _before(self, graph: CapturedGraph) -> list[Mapping[str, object]]:
-        """What the graphs that take calls of the kind of ``graph`` first were captured for."""
+        """Returns what the graphs that take calls of the kind of ``graph`` first were captured for."""
         of_kind = self._of_kind(graph.meta.get(KIND)) if self.variants else []
         return [each.__dict__[CAPTURED] for each in of_kind[:of_kind.index(graph)]] if graph in of_kind else []
 
