@@ -5,7 +5,8 @@ the logits, by decode step, the mean over four batches of sequences, each a prom
 and simulation carry their own caches. Once the cache alone is quantized, once all of the model as the target says. The
 loop of the file is compared with that of the simulation, and timed, with states in float and as codes. No time is
 printed of a file whose loop, optimizations off, is below ``LEAST_DB`` from the simulation. fp8 has no codes in files.
-The simulation's own loop is timed in PyTorch, on one thread, all settings in turns, with the cache in float too.
+The simulation's own loop is timed in PyTorch, by the CPU time of one thread, all settings in turns, with the cache in
+float too.
 
 The last table is of a Llama of bytes, 2 layers of width 96 with 4 heads of queries and 2 of keys, trained for a minute
 on the sources of Python's standard library, with ``kv_cache`` of the config, in one call and by a cache that is
@@ -178,18 +179,18 @@ def run(sim: qtk.QuantSim, file: Path, data: qtk.Sequences, *, optimized: bool) 
 
 
 def in_torch(models: dict[str, nn.Module], data: qtk.Sequences) -> dict[str, str]:
-    """Milliseconds of a decode step of each model, a cache carried from step to step: the median, and the least."""
+    """CPU milliseconds of a decode step of each model, a cache carried from step to step: the median, and the least."""
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(TURNS):
         for name, model in models.items():
             past = cache(BATCH, 0)
             for step, (ids, _) in enumerate(list(data)[:1 + STEPS]):  # type: ignore[misc]
-                start = time.perf_counter()
+                start = time.process_time()
                 with torch.no_grad():
                     _, past = model(ids, past)
                 if step:
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append(time.process_time() - start)
     return {name: f"{1e3 * statistics.median(found):.2f}, {1e3 * min(found):.2f}" for name, found in seconds.items()}
 
 
@@ -331,7 +332,7 @@ def states_in_loops(arguments: argparse.Namespace) -> None:
     print(f"\n| cache | alone, dB at step {shown} | mean | all by {arguments.target}, {shown} | mean |")
     print("|---" * (3 + 2 * len(SHOWN)) + "|", *steps, sep="\n")
     print("\n| cache | file, optimizations off, dB | on | bytes at step 64 | ms a step, at best |", *files, sep="\n")
-    print(f"\n| simulated by {arguments.target} in PyTorch | ms a step, at best |\n|---|---|")
+    print(f"\n| simulated by {arguments.target} in PyTorch | CPU ms a step, at best |\n|---|---|")
     print(*(f"| {name} | {found} |" for name, found in in_torch(loops, held_out).items()), sep="\n", flush=True)
 
 
