@@ -25,7 +25,7 @@ LIBRARY = Path(__file__).parents[1] / f"{NAME}.so"
 
 @public
 def backends() -> dict[str, str]:
-    """The backend of each device type, and why the faster one is not in use.
+    """Says which backend each device type uses, and why not the faster one.
 
     >>> sorted(backends())
     ['cpu', 'cuda']

@@ -79,6 +79,18 @@ QUESTIONS = {
     "Which configuration keys exist?": "which configuration keys exist",
     "W8A8 of a language model?": "int8 weights and activations (w8a8)",
     "How do I save it?": "or save it",
+    "From torchao, ModelOpt, NNCF": "from torchao, modelopt, nncf or llm-compressor",
+    "Padding?": "padding",
+    "What without data?": "without data",
+    "dynamic quantization": "dynamic quantization",
+    "For onnxruntime-genai?": "onnx for onnxruntime-genai",
+    "Experts?": "mixtures of experts",
+    "pruned weights": "pruned weights",
+    "DDP, LoRA, hooks": "what trainers do",
+    "ExecuTorch": "compilers lower",
+    "on a stream": "runs on a stream",
+    "segmenter": "segmenters",
+    "Faster R-CNN": "torchvision's detectors",
 }
 """What newcomers asked → what the heading that answers it says."""
 
