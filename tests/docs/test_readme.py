@@ -53,7 +53,7 @@ QUESTIONS = {
     "How do I load the result in another process?": "load the result in another process",
     "What is not supported?": "what is not supported",
     "How do I measure perplexity?": "perplexity",
-    "What does a KV cache in 8 bits cost?": "kv cache",
+    "How do I quantize the KV cache, and what does it cost?": "kv cache",
     "Which layer loses most?": "which layer loses most",
     "Do all runtimes compute the same": "certificate of every runtime",
     "or in CI?": "in ci",
