@@ -59,7 +59,7 @@ QUESTIONS = {
     "In CI?": "in ci",
     "How do I run on a GPU?": "on a gpu",
     "What happens to BatchNorm?": "what happens to batchnorm",
-    "LSTM, several lengths": "several lengths",
+    "sequences of several lengths": "several lengths",
     "To GGUF?": "gguf",
     "Which ops are fused": "which ops are fused",
     "Which layers stay float, and why?": "why is this value in float",
@@ -89,7 +89,7 @@ QUESTIONS = {
     "With my own loss?": "with my own loss",
     "DDP, LoRA, hooks": "what trainers do",
     "ExecuTorch": "compilers lower",
-    "on a stream": "runs on a stream",
+    "LSTM or GRU on a stream": "runs on a stream",
     "segmenter": "segmenters",
     "Faster R-CNN": "torchvision's detectors",
 }
