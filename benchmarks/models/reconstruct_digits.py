@@ -2,7 +2,7 @@
 
     python benchmarks/models/reconstruct_digits.py --csv benchmarks/results/few_bits.csv
     python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 digits_lstm:4x4
-    python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 digits_cnn:4x4 --peers
+    python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 --peers ModelOpt
     python benchmarks/models/reconstruct_digits.py --cells digits_vit:3x3 --seeds 0 1 --methods "reconstruction(drop=0)"
 
 Split ``unseen``: of every seed 512 other training images calibrate, and the figures are of the 1,285 images that were
@@ -10,7 +10,7 @@ not seen, test images and the training images left. Split ``benchmark``: the fir
 another order with every seed, and the figures are of the 540 test images. Figures are means over the seeds. The best
 setting is chosen by these figures, so that it is at least as good as any choice without them. KL is the divergence of
 the scores from the float model's, in nats. A row of ``--csv`` is one run, written when it ends; what the file has is
-not run again. ``--peers`` adds other toolkits (``few_bits_peers``), which must be installed.
+not run again. ``--peers`` adds other toolkits by name (``few_bits_peers``), which must be installed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def digits(split: str, seed: int) -> Digits:
 def runs(arguments: argparse.Namespace) -> Iterator[Run]:
     """All runs, seed by seed."""
     learned = (("activation_mse", ("seq_mse", "coordinate_descent", each)) for each in arguments.methods)
-    settings = (*SETTINGS, *learned, *((PEER, (each,)) for each in PEERS if arguments.peers))
+    settings = (*SETTINGS, *learned, *((PEER, (each,)) for each in arguments.peers))
     for cell in arguments.cells or CELLS[arguments.split]:
         model, width = cell.split(":")
         weight_bits, activation_bits = width.split("x")
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", help="model and bits of weights and activations, as in digits_vit:3x3")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--methods", nargs="*", default=["reconstruction"], help="the last of a chain")
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=(), help="other toolkits")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
