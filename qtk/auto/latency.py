@@ -97,7 +97,7 @@ class OpLatencies:
         with _exported(sim) as (kind, file):
             if kind.name == PROFILED:
                 return computing_ms(file, inputs, turns=TURNS)
-            run = kind.timed(file, {str(index): value for index, value in enumerate(inputs)})
+            run = kind.load(file)({str(index): value for index, value in enumerate(inputs)})
             return median_latencies_ms({"op": run}, turns=TURNS)["op"]
 
 
@@ -131,7 +131,7 @@ class WholeLatency:
         Raises: ExportError if the runtime is missing, or the export fails.
         """
         with _exported(sim) as (kind, file):
-            runs = {name: kind.timed(file, self._inputs) for name in ("once", "again")}
+            runs = {name: kind.load(file)(self._inputs) for name in ("once", "again")}
         if self._first is None:
             self._first = runs.pop("once")
         found = median_latencies_ms({"first": self._first, **runs}, turns=WHOLE_TURNS, progress=progress)
