@@ -4,6 +4,7 @@ The budget lies between the latencies of the model in 8 bits and with all produc
 weights of timm's models are random. The file is measured in turns with the model in 8 bits: "again" is their ratio
 times what the search measured for 8 bits, since a machine's speed drifts by more than 5 % within the minutes that a
 search takes. ``--quantize``: ``qtk.quantize`` under the same budget, its error and milliseconds likewise.
+``--cpu-time`` counts milliseconds of CPU time, for machines that other processes use too.
 
     python benchmarks/models/assign_latency.py [--models vit_tiny_patch16_224 resnet18] [--shares 0.4 0.7] [--turns 60]
     python benchmarks/models/assign_latency.py --models digits_cnn --targets openvino --rows 64 --shares 0.5 --quantize
@@ -15,6 +16,7 @@ import argparse
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -23,6 +25,7 @@ from torch import nn
 
 import qtk
 from qtk.analysis.float_outputs import sqnr_db
+from qtk.auto import latency
 from qtk.auto.bit_assignment import BitAssignment
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import DEMO_MODELS
@@ -79,7 +82,7 @@ def again(sims: dict[str, qtk.QuantSim], x: torch.Tensor, target: str, turns: in
         for name, sim in sims.items():
             sim.export(Path(folder) / name, formats=(kind.format,))
             runs[name] = kind.load(Path(folder) / name / kind.file_name(""))({"x": x})
-        return median_latencies_ms(runs, turns=turns)
+        return latency.median_latencies_ms(runs, turns=turns)
 
 
 def row(name: str, target: str, share: float, arguments: argparse.Namespace, ends: tuple[float, float]) -> list[str]:
@@ -114,9 +117,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of a call")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.4, 0.7])
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--cpu-time", action="store_true", help="milliseconds of CPU time")
     parser.add_argument("--quantize", action="store_true", help="qtk.quantize as well")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if arguments.cpu_time:
+        latency.median_latencies_ms = partial(median_latencies_ms, clock=time.process_time)
     rows = []
     for name in arguments.models:
         for target in arguments.targets:
