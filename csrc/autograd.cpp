@@ -185,6 +185,12 @@ Dynamic fake_quantize_dynamic_autograd(
 
 }  // namespace
 
+Tensor fake_quantize(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax) {
+  return forward_op().call(input, scale, zero_point, block_size, qmin, qmax);
+}
+
 TORCH_LIBRARY_FRAGMENT(qtk, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def(

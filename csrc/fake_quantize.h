@@ -12,6 +12,11 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of the input, the scale and the zero point
 
+// The operator, on any device and with autograd.
+Tensor fake_quantize(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax);
+
 Tensor fake_quantize_cpu(
     const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
     int64_t qmin, int64_t qmax);

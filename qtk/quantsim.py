@@ -116,7 +116,7 @@ class QuantSim(RejectsUnknownAttributes):
 
     @property
     def simulation(self) -> Simulation:
-        """Model, plan and quantizers as they are now; only qtk's own functions set them."""
+        """Holds model, plan and quantizers as they are now; only qtk's own functions set them."""
         return self._simulation
 
     @simulation.setter
@@ -124,7 +124,7 @@ class QuantSim(RejectsUnknownAttributes):
         self._simulation = simulation
 
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
-        """The plan that the settings give the model of this simulation, rewritten; rules are not checked again."""
+        """Plans the model of this simulation, rewritten, by its settings; rules are not checked again."""
         from qtk.workflow.simulate import plan_by
 
         return plan_by(self, prepared, self.config.with_rules_optional())
@@ -145,11 +145,11 @@ class QuantSim(RejectsUnknownAttributes):
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
-        """Site name → its quantizer, in graph order; sites that share an encoding share the quantizer."""
+        """Maps site names to quantizers, in graph order; sites that share an encoding share the quantizer."""
         return MappingProxyType({site.name: quantizer for site, quantizer in self._simulation.quantizers.items()})
 
     def encodings(self) -> dict[str, Encoding]:
-        """Site name → encoding, for every site that has one; sites that are quantized dynamically have none."""
+        """Maps site names to encodings; sites that are quantized dynamically have none."""
         return {name: e for name, quantizer in self.quantizers.items() if (e := quantizer.encoding) is not None}
 
     def compute_encodings(

@@ -5,6 +5,8 @@ the logits, by decode step, the mean over four batches of sequences, each a prom
 and simulation carry their own caches. Once the cache alone is quantized, once all of the model as the target says. The
 loop of the file is compared with that of the simulation, and timed, with states in float and as codes. No time is
 printed of a file whose loop, optimizations off, is below ``LEAST_DB`` from the simulation. fp8 has no codes in files.
+The simulation's own loop is timed in PyTorch, by the CPU time of one thread, all settings in turns, with the cache in
+float too.
 
 The last table is of a Llama of bytes, 2 layers of width 96 with 4 heads of queries and 2 of keys, trained for a minute
 on the sources of Python's standard library, with ``kv_cache`` of the config, in one call and by a cache that is
@@ -12,7 +14,7 @@ carried from call to call: perplexity and Kullback-Leibler divergence from float
 largest difference of the logits between one call and a cache in pieces, and of how many prompts the greedy tokens with
 a cache are those without. It needs transformers (``pip install 'qtk[hf]'``).
 
-    python benchmarks/models/bench_kv_cache.py [--only-language]
+    python benchmarks/models/bench_kv_cache.py [--only-language | --without-language]
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8 per head": {"bits": 8, "symmetric": True, **AXIS},
     "fp8_e4m3": {"dtype": "fp8_e4m3"}, "fp8_e4m3 per head": {"dtype": "fp8_e4m3", **AXIS},
 }
+TURNS = 5
+"""Times that each loop of a simulation is run."""
+
 SHOWN = 1, 16, 32, 48, 64
 """Decode steps whose SQNR is printed."""
 
@@ -127,8 +132,10 @@ def sequences(data: Tensor, seed: int, count: int) -> qtk.Sequences:
     return qtk.Sequences(batches, reset=1 + STEPS)
 
 
-def simulation(model: Decoder, setting: dict[str, Any], data: qtk.Sequences, target: str | None) -> qtk.QuantSim:
-    """Of all of the model as a target says; ``None``: of its cache alone."""
+def simulation(
+    model: Decoder, setting: dict[str, Any] | str, data: qtk.Sequences, target: str | None
+) -> qtk.QuantSim:
+    """Of all of the model as a target says; ``None``: of its cache alone. The setting ``float`` leaves the cache so."""
     rules: list[Any] = [{"match": {"op": "concat"}, "output": setting}]
     base: dict[str, Any] = {"version": 1, "rules": [{"match": {"path": "*"}, "output": "float"}]}
     if target is not None:
@@ -169,6 +176,22 @@ def run(sim: qtk.QuantSim, file: Path, data: qtk.Sequences, *, optimized: bool) 
     exact = 10 * math.log10(power / noise) if noise else math.inf
     elapsed_ms = f"{1e3 * statistics.median(seconds):.2f}, {1e3 * min(seconds):.2f}"
     return exact, sum(each.nbytes for each in states.values()), elapsed_ms
+
+
+def in_torch(models: dict[str, nn.Module], data: qtk.Sequences) -> dict[str, str]:
+    """CPU milliseconds of a decode step of each model, a cache carried from step to step: the median, and the least."""
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(TURNS):
+        for name, model in models.items():
+            past = cache(BATCH, 0)
+            for step, (ids, _) in enumerate(list(data)[:1 + STEPS]):  # type: ignore[misc]
+                start = time.process_time()
+                with torch.no_grad():
+                    _, past = model(ids, past)
+                if step:
+                    seconds[name].append(time.process_time() - start)
+    return {name: f"{1e3 * statistics.median(found):.2f}, {1e3 * min(found):.2f}" for name, found in seconds.items()}
 
 
 def sources() -> tuple[Tensor, Tensor]:
@@ -275,14 +298,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training-steps", type=int, default=600)
     parser.add_argument("--language-steps", type=int, default=400)
-    parser.add_argument("--only-language", action="store_true")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only-language", action="store_true")
+    chosen.add_argument("--without-language", action="store_true")
     parser.add_argument("--target", default="onnxruntime")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if not arguments.only_language:
         states_in_loops(arguments)
-    language(arguments.language_steps)
+    if not arguments.without_language:
+        language(arguments.language_steps)
 
 
 def states_in_loops(arguments: argparse.Namespace) -> None:
@@ -291,8 +317,12 @@ def states_in_loops(arguments: argparse.Namespace) -> None:
     model = trained(data, arguments.training_steps)
     calibration, held_out = sequences(data, 1, 4), sequences(data, 2, 4)
     steps, files = [], ["|---|---|---|---|---|"]
+    unquantized = simulation(model, "float", calibration, arguments.target)
+    loops: dict[str, nn.Module] = {"the float model": model, "float cache": unquantized.model}
+    files.append(f"| float, states in float | {measured(unquantized, held_out, codes=False)} |")
     for name, setting in ((name, SETTINGS[name]) for name in arguments.settings):
         alone, sim = (simulation(model, setting, calibration, target) for target in (None, arguments.target))
+        loops |= {f"{name} cache": sim.model, f"{name} cache alone": alone.model}
         steps.append(f"| {name} | {by_step(alone, held_out)} | {by_step(sim, held_out)} |")
         for codes in (False,) if "dtype" in setting else (False, True):
             states = "as codes" if codes else "in float"
@@ -302,6 +332,8 @@ def states_in_loops(arguments: argparse.Namespace) -> None:
     print(f"\n| cache | alone, dB at step {shown} | mean | all by {arguments.target}, {shown} | mean |")
     print("|---" * (3 + 2 * len(SHOWN)) + "|", *steps, sep="\n")
     print("\n| cache | file, optimizations off, dB | on | bytes at step 64 | ms a step, at best |", *files, sep="\n")
+    print(f"\n| simulated by {arguments.target} in PyTorch | CPU ms a step, at best |\n|---|---|")
+    print(*(f"| {name} | {found} |" for name, found in in_torch(loops, held_out).items()), sep="\n", flush=True)
 
 
 def measured(sim: qtk.QuantSim, data: qtk.Sequences, codes: bool) -> str:

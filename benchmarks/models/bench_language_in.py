@@ -101,9 +101,9 @@ def capture_row(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     yield f"{default_s / plain_s:.2f}"
     yield f"{len(prepared.graph.nodes)}" if prepared.report.rung == "export" else "–"
     yield f"{max(difference(model, prepared, call) for call in (example, *others(example))):.1e}"
-    both = qtk.prepare_model(model, example, variants=[next_call(model, example, 5)], dynamic_shapes="all")
-    calls = [next_call(model, example, 5), next_call(model, example, 1)]
-    yield f"{both.report.rung} {max(difference(model, both, call) for call in calls):.1e}"
+    calls = [next_call(model, example, tokens) for tokens in (5, 1)]
+    prepared = qtk.prepare_model(model, example, variants=calls, dynamic_shapes="all")
+    yield f"{prepared.report.rung} {max(difference(model, prepared, call) for call in calls):.1e}"
 
 
 def tokens_per_s(models: list[nn.Module], ids: torch.Tensor, **options: Any) -> list[float]:
@@ -130,8 +130,9 @@ def token_cells(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
         getattr(model.config, "sliding_window", None) is not None)
     first = {**example, name: empty()} if is_full else example
     step = next_call(model, example, 5, whole=not is_full)
-    sim = qtk.QuantSim(model, step, variants=[first], dynamic_shapes="all", states={name: name})
-    sim.compute_encodings([first, step], progress=False)
+    one = next_call(model, example, 1, whole=not is_full)
+    sim = qtk.QuantSim(model, step, variants=[first, one], dynamic_shapes="all", states={name: name})
+    sim.compute_encodings([first, step, one], progress=False)
     thin = sim.to_original()
     yield "yes" if agree(thin, thin, ids) else "no"
     quick, float_speed = tokens_per_s([thin, model], ids)

@@ -59,7 +59,7 @@ class MeasuredWidths:
 @public
 @dataclass(frozen=True, slots=True, eq=False)
 class BitAssignment:
-    """The result of ``assign_bits``; prints as a table.
+    """Holds the widths that ``assign_bits`` found; prints as a table.
 
     Args:
         unit: what the budget counts.

@@ -51,7 +51,7 @@ LEFT_OUT = "left out: half of the time is over, and precise sites lose least"
 
 
 class Quantized(NamedTuple):
-    """A calibrated simulation, and the account of how its settings were found."""
+    """Holds a calibrated simulation, and the account of how its settings were found."""
 
     sim: QuantSim
     account: Account

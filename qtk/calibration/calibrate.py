@@ -54,7 +54,7 @@ AT_ONCE = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationData:
-    """The data of a calibration.
+    """Holds the data of a calibration.
 
     Args:
         batches: batches, or a function that runs the model over its own data; ``None`` if no activation is quantized

@@ -26,9 +26,8 @@ from qtk.graph.captured_graph import BOUND_NODES, REVISION, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
 from qtk.nn.tap import all_idle
-from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize import fake_quantize, with_range
 from qtk.ops.fake_quantize_float import fake_quantize_float
-from qtk.ops.registration import NATIVE
 from qtk.public import BOUND_FILE, GRAPH_FILE
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import CALL_ATTRIBUTES, OpOverload, branches, call_structure, pytree, schema_of
@@ -39,8 +38,6 @@ KNOWN_NAMESPACES = "aten", "qtk"
 VARIABLE = re.compile(r"\bv\d+\b")
 
 _FORWARD, _ATTENTION = Quantizer.forward, Attention.forward
-_FAKE_QUANTIZE: Any = torch.ops.qtk.fake_quantize.default if NATIVE else fake_quantize
-"""What ``fake_quantize`` computes, without its checks where no gradient is recorded."""
 
 
 class Name(str):
@@ -217,8 +214,11 @@ class _Writer:
             given: tuple[Any, ...] = (*args, module.scale, block_size, module.spec.dtype.name)
             return self._call(node, self._constant(fake_quantize_float), given, {})
         codes = int(module.spec.qmin), int(module.spec.qmax)
+        if not self._gradients:
+            bound = with_range(module.scale, module.zero_point, block_size, *codes)
+            return self._call(node, self._constant(bound), args, {})
         given = (*args, module.scale, module.zero_point, block_size, *codes)
-        return self._call(node, self._constant(fake_quantize if self._gradients else _FAKE_QUANTIZE), given, {})
+        return self._call(node, self._constant(fake_quantize), given, {})
 
     def _member(self, graph: nn.Module, path: str) -> Name:
         """An expression that reads a member, which may be another tensor at each call."""

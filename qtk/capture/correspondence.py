@@ -9,7 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from qtk.calls.inputs import is_free
 from qtk.graph.sites import OWNER, label
+from qtk.nn.scan import Scan
+from qtk.operators.lookup import row_of
+from qtk.operators.op_row import Role
 from qtk.operators.targets import called_module, path_of
 from qtk.torch_private import pytree
 
@@ -63,7 +67,16 @@ class _Matching:
             equal = None if candidate in self._taken else self._equal_arguments(node, candidate)
             if equal is not None and equal > most:
                 best, most = candidate, equal
-        return best
+        return self._same_scan(node) if best is None else best
+
+    def _same_scan(self, node: fx.Node) -> fx.Node | None:
+        """The only scan of the main graph in the same module, if its values are as large and the same ops read them.
+
+        A module may compute a scan of one step by other code than a scan of several.
+        """
+        scans = self._ops[_function(node)] if isinstance(called_module(node), Scan) else []
+        return next((scan for scan in scans if len(scans) == 1 and scan not in self._taken
+                     and _known_sizes(scan) == _known_sizes(node) and _readers(scan) == _readers(node)), None)
 
     def _equal_arguments(self, node: fx.Node, candidate: fx.Node) -> int | None:
         """Says how many arguments are the same values; ``None`` if one does not correspond."""
@@ -104,6 +117,26 @@ def _function(node: fx.Node) -> object:
     """The function that a node calls, and the module whose code calls it."""
     module = called_module(node)
     return node.target if module is None else type(module).__name__, re.sub(r"@\d+", "", label(node, OWNER) or "")
+
+
+def _known_sizes(node: fx.Node) -> list[list[int]]:
+    """The sizes of each value that an op makes, but lengths that vary and 1."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return [[int(size) for size in value.shape if not is_free(size) and int(size) != 1] for value in values]
+
+
+def _readers(node: fx.Node) -> set[object]:
+    """The functions that read the values of an op, whatever moves these in between."""
+    readers: set[object] = set()
+    pending = [*node.users]
+    while pending:
+        reader = pending.pop()
+        row = row_of(reader)
+        if row is not None and row.role is Role.MOVEMENT:
+            pending += reader.users
+        else:
+            readers.add(_function(reader))
+    return readers
 
 
 def _is_value(node: fx.Node) -> bool:

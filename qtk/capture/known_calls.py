@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ class KnownCall:
         names: of the placeholders.
         captured: of each placeholder the kind of tensor, or the constant that is written into the graph.
         others: the numbers of leaves that no placeholder takes, defaults that were passed, each with its value.
+        before: what ``captured`` is in graphs that take calls of this kind first, because they serve fewer sizes.
     """
 
     structure: pytree.TreeSpec
@@ -40,6 +41,7 @@ class KnownCall:
     names: tuple[str, ...]
     captured: tuple[object, ...]
     others: tuple[tuple[int, object], ...]
+    before: tuple[tuple[object, ...], ...]
 
     def leaves(self, structure: pytree.TreeSpec, given: Sequence[object]) -> list[object] | None:
         """The leaves of a call in the order of the placeholders; ``None`` if it is another kind of call.
@@ -51,6 +53,8 @@ class KnownCall:
             return None
         leaves = [given[index] for index in self.order]
         if not all(map(fits, leaves, self.captured)) or not all(fits(given[i], each) for i, each in self.others):
+            return None
+        if any(all(map(fits, leaves, captured)) for captured in self.before):
             return None
         if sizes is not None and (sizes.limits or sizes.names or sizes.values):
             by_name = dict(zip(self.names, leaves, strict=True))
@@ -78,7 +82,8 @@ class KnownCalls:
         return None
 
     def add(
-        self, graph: CapturedGraph, structure: pytree.TreeSpec, given: Sequence[object], ordered: Sequence[object]
+        self, graph: CapturedGraph, structure: pytree.TreeSpec, given: Sequence[object], ordered: Sequence[object],
+        before: Sequence[Mapping[str, object]] = (),
     ) -> None:
         """Keeps a call that was checked, if others of its structure need nothing but their leaves compared.
 
@@ -87,6 +92,7 @@ class KnownCalls:
             structure: of the arguments of the call.
             given: their leaves.
             ordered: the leaves in the order of the placeholders.
+            before: placeholder → kind of tensor in each graph that takes calls of this kind first.
         """
         places = {id(leaf): index for index, leaf in enumerate(given)}
         tensors = [id(leaf) for leaf in given if isinstance(leaf, Tensor)]
@@ -98,9 +104,10 @@ class KnownCalls:
             if not all(is_plain(leaf) for _, leaf in others) or not all(
                     isinstance(leaf, Tensor) or is_plain(leaf) for leaf in ordered):
                 return
-            call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order,
-                             tuple(str(node.target) for node in nodes), tuple(captured_kind(node) for node in nodes),
-                             others)
+            names = tuple(str(node.target) for node in nodes)
+            call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order, names,
+                             tuple(captured_kind(node) for node in nodes), others,
+                             tuple(tuple(captured[name] for name in names) for captured in before))
             self._calls = [call, *self._calls[:MOST - 1]]
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
@@ -122,6 +129,12 @@ class _TensorKind:
     fixed: tuple[tuple[int, int], ...]
     is_float: bool
     is_complex: bool
+
+
+def fixed_sizes(captured: Mapping[str, object]) -> tuple[int, int]:
+    """The number of axes, of all placeholders, that a graph serves at length 1 alone, and at any one length."""
+    sizes = [size for kind in captured.values() if isinstance(kind, _TensorKind) for _, size in kind.fixed]
+    return sizes.count(1), len(sizes)
 
 
 def fits(leaf: object, captured: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -17,9 +17,9 @@ from qtk.calls.calls import Call, cloned
 from qtk.calls.containers import register_structure
 from qtk.calls.inputs import as_captured, check_inputs, input_leaves, leaves_of_call, unequal_axes
 from qtk.calls.served_sizes import SIZES, ServedSizes
-from qtk.calls.signature import call_kind, input_names
+from qtk.calls.signature import Kind, call_kind, input_names
 from qtk.capture.bound_graph import Binding
-from qtk.capture.known_calls import KnownCalls, captured_kind, fits
+from qtk.capture.known_calls import KnownCalls, captured_kind, fits, fixed_sizes
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.restored import PARENT
 from qtk.errors import CaptureError
@@ -159,7 +159,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
             assert isinstance(graph, PreparedGraph)
             args, kwargs = graph._checked(args, kwargs)
             leaves = leaves_of_call(graph.graph, args, kwargs)
-            known.add(graph, structure, given, leaves or ())
+            known.add(graph, structure, given, leaves or (), self._before(graph))
         else:
             graph, leaves = found
         if graph is not self and not hooks(self) <= hooks(graph):
@@ -273,11 +273,10 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         """
         if not self.variants:
             return self
-        kind = call_kind(self.meta.get(SIGNATURE), args, kwargs)
-        if kind == self.meta.get(KIND):
-            return self
-        if kind in self.variants:
-            return self.variants[kind]
+        of_kind = self._of_kind(call_kind(self.meta.get(SIGNATURE), args, kwargs))
+        serving = of_kind if len(of_kind) < 2 else [graph for graph in of_kind if graph.takes(args, kwargs)]
+        if serving:
+            return serving[0]
         if torch.compiler.is_dynamo_compiling():
             raise CaptureError("which graph serves a call is found outside of compiled code; compile without "
                                "fullgraph=True")
@@ -291,6 +290,25 @@ class PreparedGraph(CapturedGraph, PreparedModel):
                 reasons.append(f"{', '.join(input_names(graph))}: {error}")
         raise CaptureError("\n  ".join(["no graph serves calls with such inputs; the model has one for", *reasons])
                            + "\nadd these inputs to the variants of qtk.prepare_model or qtk.QuantSim")
+
+    def _of_kind(self, kind: Kind) -> list[PreparedGraph]:
+        """The graphs for calls of a kind; the first of them that takes the sizes of a call serves it."""
+        found = [graph for graph in (self, *self.variants.values())
+                 if isinstance(graph, PreparedGraph) and graph.meta.get(KIND) == kind]
+        return sorted(found, key=lambda graph: fixed_sizes(graph.__dict__[CAPTURED]), reverse=True)
+
+    def _before(self, graph: CapturedGraph) -> list[Mapping[str, object]]:
+        """Returns what the graphs that take calls of the kind of ``graph`` first were captured for."""
+        of_kind = self._of_kind(graph.meta.get(KIND)) if self.variants else []
+        return [each.__dict__[CAPTURED] for each in of_kind[:of_kind.index(graph)]] if graph in of_kind else []
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Says whether it serves the sizes of a call of its kind."""
+        try:
+            self._checked(args, kwargs)
+        except CaptureError:
+            return False
+        return True
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
         """The values of the graph's inputs in a call of it, in order."""

@@ -15,7 +15,7 @@ from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.holders import Holder, holder, replace_module
-from qtk.capture.prepared_model import KIND, REPORT, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import CAPTURED, KIND, KNOWN, REPORT, PreparedGraph, PreparedModel
 from qtk.capture.verify_prepared import RunResult, eval_difference
 from qtk.errors import CaptureError
 from qtk.graph.arithmetic import arithmetic_digest
@@ -28,7 +28,7 @@ from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.scan import Scan
 from qtk.operators.lookup import row_of
 from qtk.operators.targets import attribute, called_module, path_of
-from qtk.torch_private import DropoutBase
+from qtk.torch_private import DropoutBase, pytree
 
 ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm, Scan)
 """Modules that capture adds to the modules of the original."""
@@ -42,15 +42,39 @@ def refuse_explicit_shapes(dynamic_shapes: DynamicShapes) -> None:
 
 
 def refuse_equal_kinds(kinds: Sequence[Kind], calls: Sequence[Call]) -> None:
-    """Raises: CaptureError if a variant is of the kind of an earlier call."""
+    """Refuses a variant that the graph of an earlier call serves.
+
+    Args:
+        kinds: of each call its kind and the sizes that its graph serves, or has.
+        calls: the example and the variants.
+
+    Raises: CaptureError naming both.
+    """
     seen: dict[Kind, int] = {}
     for index, (kind, call) in enumerate(zip(kinds, calls, strict=True)):
         earlier = seen.setdefault(kind, index)
         if earlier != index:
             of = "example_inputs" if earlier == 0 else f"variants[{earlier - 1}]"
             raise CaptureError(f"variants[{index - 1}] ({leaves_text((call.args, call.kwargs))}) is a call of the same "
-                               f"kind as {of}: equal inputs given, of equal ranks and dtypes, with equal flags; one "
-                               "graph serves both, leave it out")
+                               f"kind as {of}: equal inputs given, of equal ranks and dtypes, with equal flags and "
+                               "sizes that one graph serves; leave it out")
+
+
+def serving(graph: PreparedGraph) -> Kind:
+    """The kind of the calls that a graph serves, with the sizes that it serves."""
+    return graph.meta[KIND], frozenset(vars(graph)[CAPTURED].items())
+
+
+def served_by_others(captured: Sequence[PreparedGraph], calls: Sequence[Call]) -> Collection[int]:
+    """The numbers of calls that the graph of another call serves, and that have more axes of length 1 than that call.
+
+    Such a call, as of one token beside one of several, may have a graph that computes less.
+    """
+    ones = [sum(leaf.shape.count(1) for leaf in pytree.tree_leaves((call.args, call.kwargs))  # type: ignore[attr-defined]
+                if isinstance(leaf, Tensor)) for call in calls]
+    kinds = [*map(serving, captured)]
+    return {index for index, kind in enumerate(kinds)
+            if any(other == kind and ones[index] > ones[number] for number, other in enumerate(kinds))}
 
 
 def join_variants(
@@ -91,7 +115,9 @@ def add_variant(main: CapturedGraph, kind: Kind, other: CapturedGraph) -> None:
     _move(main, other, main)
     other.adopt(main.__dict__)
     other.recompile()
-    main.meta.setdefault(VARIANTS, {})[kind] = other
+    variants = main.meta.setdefault(VARIANTS, {})
+    variants[kind if kind not in variants and kind != main.meta.get(KIND) else (kind, len(variants))] = other
+    vars(main).pop(KNOWN, None)
 
 
 def _rename_constants(main: CapturedGraph, other: CapturedGraph) -> None:

@@ -16,7 +16,7 @@ WHOLE = -1
 @public
 @dataclass(frozen=True, slots=True)
 class PerTensor:
-    """One scale for the whole tensor.
+    """Gives the whole tensor one scale.
 
     >>> PerTensor().qparam_shape((8, 16))
     (1,)
@@ -37,7 +37,7 @@ class PerTensor:
 @public
 @dataclass(frozen=True, slots=True)
 class PerChannel:
-    """One scale for every index along ``axis`` (the axis kept); negative axes count from the end.
+    """Gives every index along ``axis`` (the axis kept) a scale; negative axes count from the end.
 
     >>> PerChannel(0).qparam_shape((8, 3, 5, 5))
     (8,)
@@ -67,7 +67,7 @@ class PerChannel:
 @public
 @dataclass(frozen=True, slots=True)
 class PerBlock:
-    """One scale for every block; ``sizes`` has one entry an axis, -1 for the whole axis.
+    """Gives every block a scale; ``sizes`` has one entry an axis, -1 for the whole axis.
 
     >>> PerBlock((1, 32)).qparam_shape((8, 128))
     (8, 4)
@@ -105,7 +105,7 @@ class PerBlock:
 @public
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """One scale for every row of the last axis, however many there are; for dynamic quantization.
+    """Gives every row of the last axis a scale, however many there are; for dynamic quantization.
 
     >>> PerToken().qparam_shape((8, 197, 384))
     (8, 197, 1)

@@ -16,7 +16,7 @@ from qtk.registry import nearest
 @public
 @dataclass(frozen=True, slots=True)
 class SitePlan:
-    """The decision for one site.
+    """Says how one site is quantized, and why.
 
     Args:
         spec: what the quantizer produces.

@@ -10,7 +10,7 @@ from qtk.public import public
 @public
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
-    """A value, named by the module that makes it, the op inside that module, and the port of the op.
+    """Names a value by the module that makes it, the op inside that module, and the port of the op.
 
     ``owner`` is the module path, with ``@1`` behind it from the second call of a module on. ``op`` is the op's
     kind with its ordinal inside the owner (``add_1``), empty when the module is that one op. ``port`` is ``out``,

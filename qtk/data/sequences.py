@@ -14,7 +14,7 @@ Reset: TypeAlias = int | Callable[[Any], bool]
 
 @public
 class Sequences:
-    """Batches that say where a sequence begins: there a model with states takes the states that the batch brings along.
+    """Says where a sequence of batches begins: there a model with states takes the states that the batch brings.
 
     Every function that takes data takes them, ``qtk.quantize`` too; without them, all batches are the steps of one
     sequence. ``compute_encodings(data, reset=3)`` is short for them.

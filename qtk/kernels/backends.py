@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ LIBRARY = Path(__file__).parents[1] / f"{NAME}.so"
 
 @public
 def backends() -> dict[str, str]:
-    """The backend of each device type, and why the faster one is not in use.
+    """Says which backend each device type uses, and why not the faster one.
 
     >>> sorted(backends())
     ['cpu', 'cuda']
@@ -42,12 +44,19 @@ def load_native() -> str | None:
         return f"switched off by {DISABLE}"
     if not LIBRARY.exists():
         return "not built; run qtk build-kernels where a C++ compiler is"
+    spec = importlib.util.spec_from_file_location(f"qtk.{NAME}", LIBRARY)
+    assert spec is not None
     try:
-        torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
-    except OSError as error:
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    except ImportError as error:
         first = str(error).strip().splitlines()[0]
         return f"built for another torch than {torch.__version__}, run qtk build-kernels: {first}"
     return None
+
+
+def native() -> Any:
+    """The library of the C++ kernels, a module; it is loaded."""
+    return sys.modules[f"qtk.{NAME}"]
 
 
 @functools.cache

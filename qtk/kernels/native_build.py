@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from setuptools import Extension
 
-NAME = "_native_7"
+NAME = "_native_8"
 """The number goes up when Python and C++ must change together; ``backends.py`` looks for it."""
 
 # no OpenMP library is linked: symbols and threads come from the OpenMP library that torch has loaded

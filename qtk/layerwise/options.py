@@ -17,7 +17,7 @@ from qtk.public import public
 @public
 @dataclass(frozen=True, slots=True)
 class LayerwiseOptions:
-    """How a layer-wise run goes through the layers, and what its results are judged by; the same for all methods.
+    """Says how a layer-wise run goes through the layers, and what judges its results; the same for all methods.
 
     >>> import qtk, torch
     >>> _ = torch.manual_seed(0)

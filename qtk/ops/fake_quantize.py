@@ -7,12 +7,13 @@ axis, n for blocks of n.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtk.kernels.backends import native
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_range
 from qtk.ops.decomposed import FakeQuantize
@@ -46,6 +47,23 @@ def _backward_of_learned(*given: Any) -> Any:
 
 _learned = differentiable(_OP, *_ESTIMATOR.once(_backward_of_learned))
 """The operator for ranges that are learned: unlike the operator of the C++ library, it has second derivatives."""
+
+
+def with_range(
+    scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Callable[[Tensor], Tensor]:
+    """Binds ``fake_quantize`` to a range, without its checks, for calls that record no gradient.
+
+    By the C++ library it takes a third of the time of the operator for a small tensor: no argument is converted.
+
+    >>> with_range(torch.tensor([0.25]), None, (), -8, 7)(torch.tensor([0.3, 9.0]))
+    tensor([0.2500, 1.7500])
+    """
+    given = scale, zero_point, block_size, qmin, qmax
+    if NATIVE:
+        bound: Callable[[Tensor], Tensor] = native().BoundRange(_OP, *given)
+        return bound
+    return lambda x: fake_quantize(x, *given)
 
 
 def fake_quantize(

@@ -78,6 +78,9 @@ class OpenVinoModel:
             )
             if kind not in COMPUTING:
                 continue
+            inputs = [value.get_element_type().get_type_name() for value in node.inputs()]
+            if kind in WEIGHTED and inputs and inputs[0] not in INTEGERS:  # codes of weights, that it dequantizes
+                precision = inputs[0]
             if precision in INTEGERS:
                 integer[kind] += 1
             else:

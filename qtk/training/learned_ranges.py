@@ -113,7 +113,7 @@ def track_weights(simulation: Simulation, names: Iterable[str] | str) -> list[st
 
 
 def range_parameters(simulation: Simulation) -> list[nn.Parameter]:
-    """The parameters of learned ranges. Raises: CalibrationError if there are none."""
+    """Returns the parameters of learned ranges. Raises: CalibrationError if there are none."""
     parameters = list(_parameters(simulation))
     if not parameters:
         raise CalibrationError("no range is learned, so no range has parameters; run sim.learn_ranges() first")
@@ -121,7 +121,7 @@ def range_parameters(simulation: Simulation) -> list[nn.Parameter]:
 
 
 def weight_parameters(simulation: Simulation) -> list[nn.Parameter]:
-    """The parameters of the model that are not parameters of learned ranges."""
+    """Returns the parameters of the model that are not parameters of learned ranges."""
     of_ranges = {id(parameter) for parameter in _parameters(simulation)}
     return [parameter for parameter in simulation.model.parameters() if id(parameter) not in of_ranges]
 

@@ -23,7 +23,7 @@ from qtk.registry import nearest
 def block_view(
     sim: HasSimulation | PreparedModel, blocks: Iterable[str] | str, *, checkpoint: bool = False
 ) -> BlockView:
-    """The model of a simulation, cut at modules that are called again: for hooks, recomputation and FSDP per block.
+    """Returns a view of a simulation's model, cut at modules that are called again: for hooks, FSDP, recomputation.
 
     >>> import qtk, torch
     >>> from torch import nn

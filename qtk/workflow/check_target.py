@@ -33,7 +33,7 @@ LISTED = 20
 @public
 @dataclass(frozen=True)
 class TargetCheck:
-    """What a check of one file found.
+    """Holds what a check of one file found.
 
     Args:
         path: the file.

@@ -76,7 +76,7 @@ def onnx_name(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OnnxOptions:
-    """What is asked of an ONNX file.
+    """Says what is asked of an ONNX file.
 
     Args:
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.

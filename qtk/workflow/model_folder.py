@@ -21,7 +21,7 @@ SHOWN = 10
 
 
 def model_of_folder(folder: Path, build: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """The model of a folder, in eval mode. No code in the folder is run, and nothing is downloaded.
+    """Returns the model of a folder, in eval mode. No code in the folder is run, and nothing is downloaded.
 
     Args:
         folder: holds ``*.safetensors``.

@@ -68,7 +68,7 @@ class Interface:
 
 @public
 def to_original(simulation: Simulation) -> nn.Module:
-    """A model of the class that was prepared, which computes what the simulation computes.
+    """Returns a model of the class that was prepared, which computes what the simulation computes.
 
     >>> import qtk
     >>> model, x = nn.Sequential(nn.Linear(8, 4)).eval(), torch.randn(16, 8)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -20,12 +21,12 @@ from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_ba
 from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import EXAMPLES, KIND, REPORT, WRITES, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.restored import restored
 from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
-from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes
+from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes, served_by_others, serving
 from qtk.capture.verify_prepared import RunResult, eval_outcome, train_difference
 from qtk.core.needs import found_where
 from qtk.data.labels import without_labels
@@ -115,7 +116,8 @@ def prepare_model(
         example_inputs: a tensor, tuple or mapping; labels are left out. Without them only a symbolic trace is made, and
             ``QuantSim``, which has inputs, finishes it.
         variants: further example inputs, one for each other kind of call: inputs given or left out, other ranks or
-            dtypes, other flags. The graphs share parameters, and a value that several of them compute is one site.
+            dtypes, other flags, one token beside several, other sizes that one graph does not serve. The graphs share
+            parameters, and a value that several of them compute is one site.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, and the axes that must be as long; ``"all"``
             every axis, unless that takes too long; ``None`` none; else as ``torch.export``, or with names, which files
             have too: ``{"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}}``, and then one graph or an error.
@@ -277,22 +279,26 @@ def _captured(
 
     Returns: what serves each call, and what will serve all.
     """
+    around = Surroundings(owns_inputs=True, train_only=train_only)
+    capturing = partial(capture_graph, model, dynamic_shapes=dynamic_shapes, verify=verify)
     try:
-        captured = [
-            capture_graph(model, [call], dynamic_shapes, verify=verify, expected=outcome,
-                          around=Surroundings(owns_inputs=True, train_only=train_only))
-            for call, outcome in zip(calls, expected, strict=True)
-        ]
+        captured = [capturing([call], expected=outcome, around=around)
+                    for call, outcome in zip(calls, expected, strict=True)]
+        for index in served_by_others(captured, calls):
+            captured[index] = capturing([calls[index]], expected=expected[index],
+                                        around=replace(around, frees_ones=False))
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             text = _registration(calls, expected)  # explicit dynamic shapes are for one graph
             raise error if text is None else CaptureError(f"{error}\n  {text}") from error
-        refuse_equal_kinds([call_kind(signature_of(model), call.args, call.kwargs) for call in calls], calls)
+        kinds = [call_kind(signature_of(model), call.args, call.kwargs) for call in calls]
+        sizes = [leaves_text((call.args, call.kwargs)) for call in calls]
+        refuse_equal_kinds([*zip(kinds, sizes, strict=True)], calls)
         paths = set().union(*excluded)
         tree = capture_tree(model, calls, dynamic_shapes, error, expected=expected, excluded=paths,
                             train_only=train_only)
         return [tree] * len(calls), tree
-    refuse_equal_kinds([graph.meta[KIND] for graph in captured], calls)
+    refuse_equal_kinds([*map(serving, captured)], calls)
     return captured, captured[0]
 
 

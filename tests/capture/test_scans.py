@@ -394,6 +394,37 @@ def test_one_step_is_a_scan_in_float_that_goes_on_where_all_steps_end():
     assert (state - sim.model(x=x)[1]).abs().max() < 1e-5
 
 
+def plain_step(state, x, decay):
+    state.copy_(state * torch.exp(-decay) + x)
+    return state.clone()
+
+
+class Stepped(Selective):
+    """From a state it goes on over one token, or over several by other code."""
+
+    def forward(self, x, state):
+        values, decays = self.proj(x).chunk(2, -1)
+        if x.shape[1] == 1:
+            state = state.clone()
+            return self.out(plain_step(state, values[:, 0], F.softplus(decays[:, 0])))[:, None], state
+        values, decays = torch.cat([state[:, None], values], 1), F.pad(F.softplus(decays), (0, 0, 1, 0))
+        states, last = selective_scan(values, decays)
+        return self.out(states[:, 1:]), last
+
+
+@torch.no_grad()
+def test_a_step_of_one_token_shares_its_sites_with_steps_of_several():
+    torch.manual_seed(0)
+    model, state = Stepped().eval(), torch.randn(3, 6)
+    one, several = {"x": torch.randn(3, 1, 6), "state": state}, {"x": torch.randn(3, 4, 6), "state": state}
+    sim = qtk.QuantSim(model, several, variants=[one], dynamic_shapes="all", states={"state": 1})
+    sim.compute_encodings([several, one], progress=False)
+    assert {each.function for each in scans(sim.model)} == {selective_scan, plain_step}
+    assert [name for name in sim.quantizers if name.startswith("scan")] == ["scan:out[0]"]
+    (result, _), (longer, _) = sim.model(one["x"], state), sim.model(one["x"].expand(-1, 2, -1), state)
+    assert (result[:, 0] - longer[:, 0]).abs().max() < 1.5 * sim.quantizers["out:out"].encoding.scale
+
+
 class Gated(nn.Module):
     """Two inputs of sizes of their own, in a recurrence whose result is flattened."""
 

@@ -244,11 +244,58 @@ def test_a_call_is_told_by_what_it_gives_not_by_how_it_is_written():
         main(CUBE, aux=True)
 
 
+class Frames(nn.Module):
+    """Computes one frame otherwise than several."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x, bias=None):
+        x = self.proj(x)
+        x = torch.tanh(x) if x.shape[1] == 1 else torch.cumsum(x, 1)
+        return x if bias is None else x + bias
+
+
+ONE, SEVERAL = torch.randn(2, 1, 8), torch.randn(2, 5, 8)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("calls", [(SEVERAL, ONE), (ONE, SEVERAL)])
+def test_a_call_of_one_frame_has_a_graph_beside_calls_of_any_number(calls):
+    model = Frames().eval()
+    main = prepare_model(model, calls[0], variants=[(calls[1],), {"x": SEVERAL, "bias": SEVERAL}], dynamic_shapes="all")
+    of_one = [graph for graph in (main, *main.variants.values()) if any(
+        node.target is torch.ops.aten.tanh.default for node in graph.graph.nodes)]
+    assert len(of_one) == 1
+    assert {str(value_site(node)) for graph in (main, *main.variants.values()) for node in graph.graph.nodes
+            if "linear" in node.name} == {"proj:out"}
+    for each in (main, copy.deepcopy(main)):
+        for _ in range(3):  # the first call is checked, the second bound, the third known
+            for frames in (4, 1, 9):
+                x = torch.randn(3, frames, 8)
+                assert torch.equal(each(x), model(x))
+                assert torch.equal(each(x, x) if frames > 1 else each(x), model(x, x) if frames > 1 else model(x))
+
+
+@pytest.mark.medium
+def test_calls_of_other_fixed_sizes_have_a_graph_each():
+    model = Frames().eval()
+    main = prepare_model(model, SEVERAL, variants=[(ONE,), (torch.randn(2, 7, 8),)], dynamic_shapes=None)
+    for frames in (1, 5, 7, 5):
+        x = torch.randn(2, frames, 8)
+        assert torch.equal(main(x), model(x))
+    with pytest.raises(CaptureError, match="no graph serves"):
+        main(torch.randn(2, 6, 8))
+
+
 @pytest.mark.medium
 def test_what_cannot_be_variants_is_refused():
     model, labels = Labelled().eval(), torch.tensor([0, 1])
     with pytest.raises(CaptureError, match=r"variants\[1\].* is a call of the same kind as variants\[0\]"):
         prepare_model(model, CUBE, variants=[(CUBE, labels), {"labels": labels, "x": CUBE}])
+    with pytest.raises(CaptureError, match=r"sizes that one graph serves; leave it out"):
+        prepare_model(Frames().eval(), SEVERAL, variants=[(torch.randn(2, 7, 8),)], dynamic_shapes="all")
     with pytest.raises(CaptureError, match="explicit dynamic_shapes describe one graph"):
         prepare_model(model, CUBE, variants=[(CUBE, labels)], dynamic_shapes={"x": None, "labels": None})
     with pytest.raises(CaptureError, match="variants are captured with example_inputs"):

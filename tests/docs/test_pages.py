@@ -46,6 +46,9 @@ LONG = {"accuracy.md", "bert.md", "cnn.md", "data.md", "detection.md", "language
         "mixed_precision.md", "qat.md", "ranges.md", "recurrent.md", "transforms.md", "vit.md"}
 """Pages that take 3 seconds or more; other tests call what they call."""
 
+OPTIONAL = re.compile(r"^(?:import|from) (transformers|torchvision)\b", re.MULTILINE)
+"""Libraries without which the blocks that import them are left out."""
+
 WITH_YAML = [name for name in PAGES if blocks(page(name), "yaml")]
 
 
@@ -85,8 +88,8 @@ def run_page(name: str, text: str) -> dict[str, object]:
     missing: set[str] = set()
     for number, block in enumerate(found):
         defined, read = names_in(block)
-        if ("import transformers" in block and find_spec("transformers") is None) or read & missing:
-            missing |= defined - names.keys()  # no transformers: no block that reads these names
+        if any(find_spec(library) is None for library in OPTIONAL.findall(block)) or read & missing:
+            missing |= defined - names.keys()  # no such library: no block that reads these names
             continue
         missing -= defined
         if "model-f16.gguf" in block:

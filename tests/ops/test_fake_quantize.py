@@ -1,12 +1,14 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtk.errors import SpecError
 from qtk.numerics import affine
 from qtk.numerics.straight_through import fake_quantize_backward
-from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize import fake_quantize, with_range
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 from qtk.ops.fake_quantize_float import fake_quantize_float
 
@@ -270,3 +272,44 @@ def test_scales_and_zero_points_that_do_not_fit_are_refused(scales, zero_points,
     zero = None if zero_points is None else torch.zeros(zero_points)
     with pytest.raises(SpecError, match="does not fit"):
         fake_quantize(x * 1 if trained == "value" else x, scale, zero, [1, -1], -8, 7)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("zero_point", [None, torch.tensor([3], dtype=torch.int32)], ids=str)
+def test_with_range_is_the_operator(zero_point):
+    x, scale = torch.randn(3, 5), torch.tensor([0.1])
+    given = scale, zero_point, (), 0, 15
+    bound, wanted = with_range(*given), fake_quantize(x, *given)
+    for value in (x, x.t().contiguous().t(), nn.Parameter(x)):
+        with torch.no_grad():
+            assert torch.equal(bound(value), wanted)
+    for kind in (torch.bfloat16, torch.float64):
+        assert torch.equal(bound(x.to(kind)), fake_quantize(x.to(kind), *given))
+    with Seen() as seen:
+        assert torch.equal(bound(x), wanted)
+    assert "qtk.fake_quantize.default" in seen.names
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert bound(mode.from_tensor(x)).shape == x.shape
+    assert torch.equal(torch.vmap(bound)(x), wanted)
+    scale.mul_(2)
+    assert torch.equal(bound(x), fake_quantize(x, *given))
+
+
+def test_with_range_refuses_what_does_not_fit_as_the_operator_does():
+    bound = with_range(torch.ones(4), None, (-1, 1), -8, 7)
+    with pytest.raises(ValueError, match="4 scales for 3 blocks"):
+        bound(torch.ones(2, 3))
+    for wrong in ((), (torch.ones(2, 4), 1), (3.0,)):
+        with pytest.raises((TypeError, AttributeError, RuntimeError)):
+            bound(*wrong)

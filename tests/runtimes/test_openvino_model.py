@@ -46,6 +46,19 @@ def test_a_linear_layer_runs_in_integers(tmp_path):
     assert steps.max() <= 1.001
 
 
+@needs_openvino
+def test_products_with_codes_of_4_bits_are_in_float(tmp_path):
+    """It names such a node by the type of its weights."""
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(16, 8)), torch.randn(4, 16), config="openvino", weight_bits=4)
+    sim.compute_encodings([torch.randn(64, 16)], progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    nodes = OpenVinoModel(tmp_path / "out" / "model.onnx").nodes()
+    assert [(node.kind, node.reason) for node in nodes.weighted_floats] == [
+        ("FullyConnected", "OpenVINO runs it in f32")]
+
+
+
 class Concatenating(nn.Module):
     def __init__(self):
         super().__init__()
