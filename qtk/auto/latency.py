@@ -30,11 +30,13 @@ from qtk.errors import CalibrationError, QtkError
 from qtk.export.file_signature import file_inputs
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
+from qtk.graph.graphs import roots
 from qtk.graph.sites import ports
 from qtk.quantsim import QuantSim
 from qtk.runtimes.kernel_times import computing_ms
 from qtk.runtimes.kinds import RuntimeKind, runtime_of
 from qtk.runtimes.latency import median_latencies_ms
+from qtk.workflow.prepare import prepare_model
 
 TURNS, WHOLE_TURNS = 30, 40
 
@@ -78,9 +80,9 @@ class OpLatencies:
             try:
                 self._known[key] = self._measured(op, (data, other))
             except QtkError:
-                if (data, other) == ("float", "float"):
-                    raise
-                return self.ms(product, "float", "float")
+                if (data, other) != ("float", "float"):
+                    return self.ms(product, "float", "float")
+                self._known[key] = self._in_float(op)
         return product.calls * self._known[key]
 
     def _measured(self, op: _Op, widths: tuple[Choice, Choice]) -> float:
@@ -95,10 +97,24 @@ class OpLatencies:
         sim = QuantSim(op, inputs, config=config, dynamic_shapes=None)
         sim.compute_encodings([inputs], progress=False)
         with _exported(sim) as (kind, file):
-            if kind.name == PROFILED:
-                return computing_ms(file, inputs, turns=TURNS)
-            run = kind.timed(file, {str(index): value for index, value in enumerate(inputs)})
-            return median_latencies_ms({"op": run}, turns=TURNS)["op"]
+            return _file_ms(kind, file, inputs)
+
+    def _in_float(self, op: _Op) -> float:
+        """The time of a product that leaves nothing to quantize where it is in float."""
+        inputs, runtime = op.inputs(), self._config.runtime
+        kind = runtime_of(None if runtime is None else runtime.target)
+        kind.require()
+        with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
+            file = Path(folder) / kind.file_name("")
+            kind.write_float(roots(prepare_model(op, inputs, dynamic_shapes=None))[""], Call(inputs, {}, None), file)
+            return _file_ms(kind, file, inputs)
+
+
+def _file_ms(kind: RuntimeKind, file: Path, inputs: Sequence[Tensor]) -> float:
+    if kind.name == PROFILED:
+        return computing_ms(file, inputs, turns=TURNS)
+    run = kind.load(file)({str(index): value for index, value in enumerate(inputs)})
+    return median_latencies_ms({"op": run}, turns=TURNS)["op"]
 
 
 class WholeLatency:
@@ -131,7 +147,7 @@ class WholeLatency:
         Raises: ExportError if the runtime is missing, or the export fails.
         """
         with _exported(sim) as (kind, file):
-            runs = {name: kind.timed(file, self._inputs) for name in ("once", "again")}
+            runs = {name: kind.load(file)(self._inputs) for name in ("once", "again")}
         if self._first is None:
             self._first = runs.pop("once")
         found = median_latencies_ms({"first": self._first, **runs}, turns=WHOLE_TURNS, progress=progress)

@@ -251,6 +251,7 @@ class Runtime(Frozen):
         unchecked: what the documents ask beside, and nothing checks.
         int16_sums: whether some of its CPUs add products of uint8 and int8 in pairs in int16: x86 without VNNI.
         contrib_operators: whether it has ONNX Runtime's own operators, of the domain ``com.microsoft``.
+        functions: whether it reads ONNX files with functions of their own.
         dynamic: the shipped target for the same runtime that quantizes activations at run time.
         kernels: how long its kernels take; ``None``: not measured.
     """
@@ -264,6 +265,7 @@ class Runtime(Frozen):
     unchecked: tuple[Unchecked, ...] = ()
     int16_sums: bool = False
     contrib_operators: bool = False
+    functions: bool = True
     dynamic: Text | None = None
     kernels: Kernels | None = None
 

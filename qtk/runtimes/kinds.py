@@ -28,6 +28,16 @@ class FileWriter(Protocol):
     def __call__(self, model: fx.GraphModule, call: Call, path: Path) -> object: ...
 
 
+Timed = Callable[[Mapping[str, Tensor]], Callable[[], object]]
+"""Inputs by name → what runs a loaded file once on them, for ``median_latencies_ms``."""
+
+
+class FileLoader(Protocol):
+    """Loads a file as the runtime comes, to be timed; ``threads`` 0 leaves their number to the runtime."""
+
+    def __call__(self, file: Path, threads: int = 0) -> Timed: ...
+
+
 def _nothing(file: Path) -> Sequence[str]:
     return ()
 
@@ -45,7 +55,7 @@ class RuntimeKind:
         format: the export format that writes them.
         open: loads a file: path, reasons, threads → its runs.
         write_float: writes a graph, its quantizers bypassed, as such a file.
-        timed: a file and inputs by name → what runs it once, for ``median_latencies_ms``.
+        load: loads a file to be timed: path, threads → inputs by name → what runs it once.
         targets: the shipped targets whose files are for it; what it does to others is no red verdict.
         judge: what is wrong with its runs, or worth knowing.
         saturating: the sites of weights whose products its integer sums may not hold on some CPUs.
@@ -59,7 +69,7 @@ class RuntimeKind:
     format: str
     open: Callable[[Path, Mapping[str, str], int | None], Runs]
     write_float: FileWriter
-    timed: Callable[[Path, Mapping[str, Tensor]], Callable[[], object]]
+    load: FileLoader
     targets: tuple[str, ...] = ()
     judge: Callable[[Sequence[FileRun], Circumstances], tuple[Finding, ...]] = judge_alone
     saturating: Callable[[Path], Sequence[str]] = _nothing
@@ -108,29 +118,31 @@ def _runs(
     return RuntimeRuns(file, reasons, ways(), threads=threads)
 
 
-def _onnx_timed(file: Path, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+def _onnx_timed(file: Path, threads: int = 0) -> Timed:
     from qtk.runtimes.session import create_session  # loaded here: slow to import
 
-    session, _ = create_session(file)
+    session, _ = create_session(file, threads=threads)
     names = [value.name for value in session.get_inputs()]
-    feed = {name: value.detach().cpu().numpy() for name, value in inputs_of_file(names, inputs).items()}
-    return lambda: session.run(None, feed)
+
+    def timed(inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+        feed = {name: value.detach().cpu().numpy() for name, value in inputs_of_file(names, inputs).items()}
+        return lambda: session.run(None, feed)
+
+    return timed
 
 
-def _openvino_timed(file: Path, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
+def _openvino_timed(file: Path, threads: int = 0) -> Timed:
     from qtk.runtimes.openvino_model import OpenVinoModel
 
-    model = OpenVinoModel(file)
-    feed = inputs_of_file([port.get_any_name() for port in model.compiled.inputs], inputs)
-    return lambda: model.run(feed)
+    model = OpenVinoModel(file, threads=threads)
+    names = [port.get_any_name() for port in model.compiled.inputs]
+    return lambda inputs: partial(model.run, inputs_of_file(names, inputs))
 
 
-def _timed(
-    file: Path, inputs: Mapping[str, Tensor], *, ways: Callable[[], Mapping[str, Opener]]
-) -> Callable[[], object]:
-    """Runs a file in the first of the ways, as the runtime comes."""
-    loaded = next(iter(ways().values()))(file, {}, 0)
-    return loaded.timed(inputs_of_file(loaded.inputs, inputs))
+def _timed(file: Path, threads: int = 0, *, ways: Callable[[], Mapping[str, Opener]]) -> Timed:
+    """Loads a file in the first of the ways, as the runtime comes."""
+    loaded = next(iter(ways().values()))(file, {}, threads)
+    return lambda inputs: loaded.timed(inputs_of_file(loaded.inputs, inputs))
 
 
 def _litert_ways() -> dict[str, Opener]:

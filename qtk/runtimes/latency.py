@@ -14,7 +14,8 @@ WARM_UP_S = 1.0
 
 
 def median_latencies_ms(
-    runners: Mapping[str, Callable[[], object]], *, turns: int, progress: bool = False
+    runners: Mapping[str, Callable[[], object]], *, turns: int, progress: bool = False,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:
     """The median time of each runner, which take turns, so that what slows the machine down slows down all of them.
 
@@ -27,25 +28,28 @@ def median_latencies_ms(
         runners: name → a function that runs once.
         turns: how often each runs; before, turns that do not count warm up, one at least and a second of them.
         progress: show a bar, if it takes longer than seconds.
+        clock: what tells the seconds; ``None``: the time that passes. ``time.process_time`` counts the CPU time of this
+            process, which other processes on the machine do not add to; it is meant for runners of one thread.
     """
+    seconds = time.perf_counter if clock is None else clock
     times: dict[str, list[float]] = {name: [] for name in runners}
     order, shuffle = list(runners.items()), random.Random(0).shuffle
     until = time.perf_counter() + WARM_UP_S
-    _take_turn(order)
+    _take_turn(order, seconds)
     while time.perf_counter() < until:
-        _take_turn(order)
+        _take_turn(order, seconds)
     for _ in tqdm(range(turns), desc="measuring latency", unit="turn", delay=2, disable=not progress):
         shuffle(order)
-        for name, seconds in _take_turn(order).items():
-            times[name].append(seconds)
+        for name, taken in _take_turn(order, seconds).items():
+            times[name].append(taken)
     return {name: statistics.median(each) * 1000 for name, each in times.items()}
 
 
-def _take_turn(order: list[tuple[str, Callable[[], object]]]) -> dict[str, float]:
+def _take_turn(order: list[tuple[str, Callable[[], object]]], seconds: Callable[[], float]) -> dict[str, float]:
     """The seconds that each took."""
-    seconds = {}
+    taken = {}
     for name, run in order:
-        started = time.perf_counter()
+        started = seconds()
         run()
-        seconds[name] = time.perf_counter() - started
-    return seconds
+        taken[name] = seconds() - started
+    return taken

@@ -277,11 +277,12 @@ def _onnx(
     runtime = _runtime(simulation.target)
     int16_sums = runtime is None or runtime.int16_sums  # also if it is for no runtime in particular
     contrib_operators = runtime is not None and runtime.contrib_operators
+    functions = runtime is None or runtime.functions
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
         rounded = qdq.export(graph, call, file, opset=options.opset, target=simulation.target,
                              output_names=output_names, int16_sums=int16_sums, state_codes=state_codes,
-                             contrib_operators=contrib_operators)
+                             contrib_operators=contrib_operators, functions=functions)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "

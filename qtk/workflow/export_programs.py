@@ -17,6 +17,7 @@ from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.report.difference import is_close
 from qtk.runtimes.kinds import RUNTIMES
+from qtk.runtimes.runtime_runs import RuntimeRuns
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.workflow.exported_graphs import graph_calls, read_back
 
@@ -65,10 +66,13 @@ def litert(
 
 def _warn_of_departures(file: Path, graph: fx.GraphModule, call: Call) -> None:
     """Warns where the runtime, as it comes, is farther from the simulation than float rounding explains."""
+    from qtk.runtimes.litert_file import LiteRtFile  # loaded here: few exports need it
+
     kind = RUNTIMES[LITERT]
     expected = tensor_outputs(graph, call)
     quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
-    runs = kind.open(file, {}, None)
+    shipped = {kind.title: lambda path, reasons, threads: LiteRtFile(path, reasons, threads=threads)}
+    runs = RuntimeRuns(file, {}, shipped)
     try:
         runs.compare(file_inputs(graph, call), [
             SimulatedValue(value, step_of(each, value)) for value, each in zip(expected, quantizers, strict=True)], {})

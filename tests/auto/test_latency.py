@@ -15,6 +15,7 @@ from qtk.auto.matrix_products import matrix_products
 from qtk.auto.widths import Costs
 from qtk.errors import CalibrationError, ExportError
 from qtk.runtimes.kinds import RuntimeKind, runtime_of
+from qtk.runtimes.program_inputs import ProgramInputs
 
 
 def products_of(model, x, config="onnxruntime"):
@@ -154,12 +155,15 @@ def test_times_are_taken_in_the_runtime_of_the_target(monkeypatch):
     """Files for a target of another runtime are timed there: whole ones twice, a product with its conversions once."""
     asked = []
 
-    def timed(file, inputs):
-        asked.append((file.name, [tuple(value.shape) for value in inputs.values()]))
-        return lambda: None
+    def load(file):
+        def timed(inputs):
+            asked.append((file.name, [tuple(value.shape) for value in inputs.values()]))
+            return lambda: None
+
+        return timed
 
     monkeypatch.setattr(RuntimeKind, "require", lambda self: None)
-    monkeypatch.setattr(latency, "runtime_of", lambda target: replace(runtime_of(target), timed=timed))
+    monkeypatch.setattr(latency, "runtime_of", lambda target: replace(runtime_of(target), load=load))
     x = torch.randn(2, 64)
     sim, (product,) = products_of(nn.Linear(64, 64), x, "xnnpack")
     assert OpLatencies(sim.config).ms(product, 8, 8) < 1e3
@@ -168,6 +172,22 @@ def test_times_are_taken_in_the_runtime_of_the_target(monkeypatch):
     assert whole.ratio(sim, progress=False) == 1.0
     assert asked[1:] == [("model.pt2", [(2, 64)])] * 2
     assert runtime_of(sim.simulation.target).name == "executorch"
+
+
+def test_a_product_in_float_has_a_time_where_nothing_else_is_quantized(monkeypatch):
+    quantizes = []
+
+    def file_ms(kind, file, inputs):
+        targets = [str(node.target) for node in ProgramInputs(file).program.graph.nodes]
+        quantizes.append(any("quantize" in target for target in targets))
+        return len(quantizes)
+
+    monkeypatch.setattr(RuntimeKind, "require", lambda self: None)
+    monkeypatch.setattr(latency, "_file_ms", file_ms)
+    sim, (product,) = products_of(nn.Linear(8, 8), torch.randn(2, 8), "x86_inductor")
+    table = OpLatencies(sim.config)
+    assert [table.ms(product, *widths) for widths in ((8, 8), ("float", "float"))] == [1, 2]
+    assert quantizes == [True, False]
 
 
 @pytest.mark.slow

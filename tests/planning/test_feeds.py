@@ -228,3 +228,22 @@ def test_what_the_python_around_islands_adds_up_is_a_stream(config, stream):
     assert bits.get("norm.input:input") == stream
     assert bits.get("layer:out") == stream
     assert (bits["layer.input:input"], bits["conv:out"]) == (8, 8)  # codes of a product, and of a convolution
+
+
+class ClassOfTokens(nn.Module):
+    """A transformer whose probabilities are returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = TinyViT()
+
+    def forward(self, x):
+        return self.body(x).softmax(-1)
+
+
+def test_litert_computes_attention_in_float_and_the_probabilities_of_classes_in_codes():
+    sim = qtk.QuantSim(ClassOfTokens().eval(), torch.randn(2, 3, 8, 8), config="litert")
+    names = {site.name for site in sim.plan}
+    attention = {name for name in names if name.startswith("body.blocks.0.attn.") and name.endswith(":out")}
+    assert attention == {f"body.blocks.0.attn.{layer}:out" for layer in ("qkv", "proj")}
+    assert "softmax:out" in names

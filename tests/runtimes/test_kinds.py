@@ -52,9 +52,9 @@ def test_what_is_timed_runs_a_file_on_inputs_by_name_or_in_order(name, tmp_path)
     sim.export(tmp_path / "out", formats=(kind.format,))
     file = tmp_path / "out" / kind.file_name("")
     for given in ("input", "other"):
-        kind.timed(file, {given: x})()
+        kind.load(file)({given: x})()
     with pytest.raises(ExportError, match=r"the file takes input, the model input, other"):
-        kind.timed(file, {"input": x, "other": x})
+        kind.load(file)({"input": x, "other": x})
 
 
 def test_outputs_are_what_is_timed_returns(tmp_path):
@@ -63,5 +63,5 @@ def test_outputs_are_what_is_timed_returns(tmp_path):
     sim = qtk.QuantSim(nn.Linear(4, 2).eval(), x, config="onnxruntime")
     sim.compute_encodings([x], progress=False)
     sim.export(tmp_path / "out", formats=("onnx",))
-    (got,) = RUNTIMES["onnxruntime"].timed(tmp_path / "out" / "model.onnx", {"input": x})()
+    (got,) = RUNTIMES["onnxruntime"].load(tmp_path / "out" / "model.onnx", threads=1)({"input": x})()
     torch.testing.assert_close(torch.from_numpy(got), sim.model(x))

@@ -30,3 +30,12 @@ def test_a_second_of_turns_warms_up(monkeypatch):
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
     assert latency.median_latencies_ms({"a": run}, turns=3) == pytest.approx({"a": 1.0})
     assert now[0] >= latency.WARM_UP_S
+
+
+def test_another_clock_tells_the_time_of_the_turns():
+    now = [0.0]
+
+    def run():
+        now[0] += 0.004
+
+    assert latency.median_latencies_ms({"a": run}, turns=3, clock=lambda: now[0]) == pytest.approx({"a": 4.0})

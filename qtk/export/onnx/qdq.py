@@ -69,6 +69,7 @@ def export(
     int16_sums: bool = False,
     state_codes: bool = False,
     contrib_operators: bool = False,
+    functions: bool = True,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -86,6 +87,7 @@ def export(
         state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
         contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``); it is
             for no other runtime then (``FilePurpose``).
+        functions: whether the file may hold functions of its own (``folded_weights``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -107,7 +109,7 @@ def export(
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
-    purpose = FilePurpose(opset, int16_sums=int16_sums, onnxruntime=contrib_operators)
+    purpose = FilePurpose(opset, int16_sums=int16_sums, onnxruntime=contrib_operators, functions=functions)
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, purpose)
     list_sites(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, purpose)

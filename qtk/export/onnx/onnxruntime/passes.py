@@ -55,11 +55,13 @@ class FilePurpose:
         opset: the operator set of the file.
         int16_sums: whether it may run on x86 without VNNI, in ONNX Runtime's exact mode.
         onnxruntime: whether it is for ONNX Runtime and no other runtime.
+        functions: whether what runs it reads functions of the file.
     """
 
     opset: int
     int16_sums: bool = False
     onnxruntime: bool = False
+    functions: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,8 @@ BEFORE_SITES_ARE_LISTED = (
     Pass("remove_unused", "what the rewrites above replaced stays in the file", "all", _of_model(remove_unused)),
     Pass("dequantize_when_loaded", "weights of float operators are dequantized at every run", "1.31",
          lambda model, names, opset: dequantize_when_loaded(model, opset=opset),
-         _any_of(*FLOAT_OPERATORS, *FLOAT_BETWEEN_FLOATS, *LOOPS), after=("remove_unused",)),
+         _any_of(*FLOAT_OPERATORS, *FLOAT_BETWEEN_FLOATS, *LOOPS), after=("remove_unused",),
+         is_for=lambda purpose: purpose.functions),
 )
 """Rewrites that know sites by the metadata of DequantizeLinear nodes."""
 

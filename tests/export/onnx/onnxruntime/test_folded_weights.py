@@ -58,6 +58,16 @@ def test_an_embedding_dequantizes_no_table_at_run_time(tmp_path):
     assert not _dequantized_constants(tmp_path / "out" / "optimized.onnx")
 
 
+@pytest.mark.parametrize("config", ["openvino", FLOAT])
+def test_a_runtime_that_reads_no_functions_gets_none(config, tmp_path):
+    sim = exported(First(nn.LSTM(8, 16)), X, tmp_path / "out", config=config)
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    assert ({node.domain for node in model.graph.node} == {""}) is (not model.functions) is (config == "openvino")
+    assert {tensor.name for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.INT8} >= {
+        "net.weight_ih_l0", "net.weight_hh_l0"}
+    assert _difference(sim, tmp_path / "out", optimized=False) < 1e-5
+
+
 @pytest.mark.slow
 def test_without_it_weights_are_dequantized_at_every_run(tmp_path, monkeypatch):
     leave_out(monkeypatch, "dequantize_when_loaded")
