@@ -50,7 +50,7 @@ def _exported(sim: QuantSim) -> Iterator[tuple[RuntimeKind, Path]]:
     kind.require()
     with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what users would do with the file
-        sim.export(Path(folder) / "sim", formats=(kind.format,))
+        sim.export(Path(folder) / "sim", formats=(kind.format,), progress=False)
         yield kind, Path(folder) / "sim" / kind.file_name("")
 
 

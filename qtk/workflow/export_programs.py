@@ -16,6 +16,7 @@ from qtk.export.simulated_sites import step_of
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.report.difference import is_close
+from qtk.report.stages import Stages
 from qtk.runtimes.kinds import RUNTIMES
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.workflow.exported_graphs import graph_calls, read_back
@@ -28,17 +29,21 @@ def pt2e_name(path: str) -> str:
     return f"{file_stem(path or 'model')}.pt2"
 
 
-def pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages) -> None:
     """Writes a program for each graph. Raises: ExportError as ``qtk.export.pt2e``."""
     for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
         file = folder / pt2e_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
         program.export(graph, call, file, target=simulation.target)
+        begin("reading back")
         with read_back(file):
             program.compare_with_simulation(file, graph)
 
 
 def litert(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, io_codes: bool = False, run: bool = True
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *, io_codes: bool = False,
+    run: bool = True,
 ) -> None:
     """Writes a ``.tflite`` file for each graph, and warns of what it computes otherwise than the simulation.
 
@@ -46,6 +51,7 @@ def litert(
         simulation: the simulation.
         example_inputs: what the model runs on; a file has its lengths, and one row.
         folder: where the files are written.
+        stages: is told each stage when it begins.
         io_codes: take and return quantized inputs and outputs as codes.
         run: run each file on the example inputs, where ai-edge-litert is installed.
 
@@ -56,10 +62,14 @@ def litert(
     kind = RUNTIMES[LITERT]
     for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
         file = folder / kind.file_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
         litert_file.export(graph, call, file, target=simulation.target, codes=io_codes)
+        begin("reading back")
         with read_back(file):
             litert_file.compare_with_simulation(file, graph)
         if run and kind.missing is None:
+            begin("running")
             _warn_of_departures(file, graph, call)
 
 

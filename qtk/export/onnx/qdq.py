@@ -43,6 +43,7 @@ from qtk.export.onnx.stored_sites import FileSite, stored_sites
 from qtk.export.simulated_sites import SimulatedSite, compare_encoding, simulated_sites
 from qtk.graph.graphs import STATES
 from qtk.operators.contents import Trait, contents
+from qtk.report.stages import Begin, unseen
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def export(
     int16_sums: bool = False,
     state_codes: bool = False,
     contrib_operators: bool = False,
+    begin: Begin = unseen,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -86,6 +88,7 @@ def export(
         state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
         contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``); it is
             for no other runtime then (``FilePurpose``).
+        begin: is told each stage, capturing, translating and writing, when it begins.
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -103,7 +106,8 @@ def export(
     reasons = ((site.name, needs_21(site.spec, stored=site.constant is not None)) for site in sites)
     reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
-    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators)
+    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators, begin=begin)
+    begin("writing")
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
