@@ -108,11 +108,11 @@ def export(
     Args:
         simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: the new directory: ``model.onnx``, ``model.pt2``, ``model.tflite``, ``encodings.json`` and so on.
+        directory: the new directory: ``model.onnx``, ``model.pt2``, ``model.tflite``, ``model.aimodel``, ``encodings.json``.
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
         onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``, which
-            is asked of LiteRT files too.
+            is asked of LiteRT and Core AI files too.
         tokenizer: its files are written into the folder of a language model.
         io_codes: LiteRT files take and return quantized inputs and outputs as their integer codes.
         progress: show a bar of the stages of all files.
@@ -134,6 +134,8 @@ def export(
     if "litert" in exporters:
         exporters["litert"] = replace(
             exporters["litert"], write=partial(export_programs.litert, io_codes=io_codes, run=onnx.run))
+    if "coreai" in exporters:
+        exporters["coreai"] = replace(exporters["coreai"], write=partial(export_programs.coreai, run=onnx.run))
     for name, value, format in (("opset", onnx.opset, "onnx"), ("output_names", onnx.output_names, "onnx"),
                                 ("state_codes", onnx.state_codes or None, "onnx"),
                                 ("io_codes", io_codes or None, "litert"),
@@ -276,3 +278,4 @@ EXPORTERS.add("onnx_genai", Exporter(_onnx_genai, 5))
 EXPORTERS.add("compressed_tensors", Exporter(_compressed_tensors, 2))
 EXPORTERS.add("pt2e", Exporter(export_programs.pt2e, 2, each_graph=True))
 EXPORTERS.add("litert", Exporter(export_programs.litert, 3, each_graph=True))
+EXPORTERS.add("coreai", Exporter(export_programs.coreai, 3, each_graph=True))

@@ -1,4 +1,4 @@
-"""Writes simulations as programs of torch, and as files that a converter makes of these: PT2E and LiteRT."""
+"""Writes simulations as programs of torch, and as files that a converter makes of these: PT2E, LiteRT, Core AI."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.report.difference import is_close
 from qtk.report.stages import Stages
-from qtk.runtimes.kinds import RUNTIMES
+from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.workflow.exported_graphs import graph_calls, read_back
 
-LITERT = "litert"
+LITERT, COREAI = "litert", "coreai"
 
 
 def pt2e_name(path: str) -> str:
@@ -70,12 +70,34 @@ def litert(
             litert_file.compare_with_simulation(file, graph)
         if run and kind.missing is None:
             begin("running")
-            _warn_of_departures(file, graph, call)
+            _warn_of_departures(kind, file, graph, call)
 
 
-def _warn_of_departures(file: Path, graph: fx.GraphModule, call: Call) -> None:
+def coreai(
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *, run: bool = True
+) -> None:
+    """Writes an ``.aimodel`` directory for each graph, and warns of what it computes otherwise than the simulation.
+
+    Raises: ExportError as ``qtk.export.coreai.file``.
+    """
+    from qtk.export.coreai import file as coreai_file  # loaded here: few exports need it
+
+    kind = RUNTIMES[COREAI]
+    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
+        file = folder / kind.file_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
+        coreai_file.export(graph, call, file, target=simulation.target)
+        begin("reading back")
+        with read_back(file):
+            coreai_file.compare_with_simulation(file, graph)
+        if run and kind.missing is None:
+            begin("running")
+            _warn_of_departures(kind, file, graph, call)
+
+
+def _warn_of_departures(kind: RuntimeKind, file: Path, graph: fx.GraphModule, call: Call) -> None:
     """Warns where the runtime, as it comes, is farther from the simulation than float rounding explains."""
-    kind = RUNTIMES[LITERT]
     expected = tensor_outputs(graph, call)
     quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
     runs = kind.open(file, {}, None)
