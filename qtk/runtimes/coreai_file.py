@@ -1,4 +1,4 @@
-"""Runs ``.aimodel`` files by coreai-core: on macOS 27 by the system's Core AI, elsewhere by the package's own CPU code."""
+"""Runs ``.aimodel`` files by coreai-core: by macOS 27's Core AI there, elsewhere by the package's own CPU code."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CoreAiFile:
         thread.start()
         loaded = self._told.get()
         if isinstance(loaded, Exception):
-            raise ExportError(f"{file}: {self.runtime} does not load it: {first_line(loaded)}; files of qtk are for macOS "
-                              "27 and iOS 27 or later, and run elsewhere by coreai-core's wheel") from loaded
+            raise ExportError(f"{file}: {self.runtime} does not load it: {first_line(loaded)}; files of qtk are for "
+                              "macOS 27 and iOS 27 or later; coreai-core's wheel runs them elsewhere") from loaded
         self.inputs, self.outputs = loaded
         weakref.finalize(self, _stop, self._asked, thread)
 

@@ -176,6 +176,8 @@ def _inductor_ways() -> dict[str, Opener]:
     return {"Inductor": lambda file, reasons, threads: InductorProgram(file, reasons, threads=threads)}
 
 
+NUMBERS_ALONE = "Core AI is for Apple's devices; elsewhere it runs for the numbers alone"
+
 RUNTIMES: Registry[RuntimeKind] = Registry("runtime")
 for _kind in (
     RuntimeKind("onnxruntime", "ONNX Runtime", {"onnxruntime": "onnxruntime", "onnx": "onnx"}, "onnx", ".onnx", "onnx",
@@ -193,8 +195,7 @@ for _kind in (
                 partial(_runs, ways=_litert_ways), _litert_file, partial(_timed, ways=_litert_ways), ("litert",)),
     RuntimeKind("coreai", "Core AI", {"coreai": "coreai-core", "coreai_torch": "coreai-torch"}, "coreai", ".aimodel",
                 "coreai", partial(_runs, ways=_coreai_ways), _coreai_file, partial(_timed, ways=_coreai_ways),
-                ("coreai",), untimed=None if platform.system() == "Darwin" else "Core AI is for Apple's devices; elsewhere it "
-                "runs for the numbers alone"),
+                ("coreai",), untimed=None if platform.system() == "Darwin" else NUMBERS_ALONE),
 ):
     RUNTIMES.add(_kind.name, _kind)
 

@@ -112,8 +112,8 @@ def _reference(beside: Mapping[str, Path]) -> ReferenceFile:
                 return load(beside[suffix])
             absent.append(f"pip install 'qtk[{missing[0].extra}]'")
     if not REFERENCES.keys() & beside.keys():
-        raise ExportError(f"{', '.join(path.name for path in beside.values())} has no file beside it whose values are a "
-                          "reference; export with formats=('onnx', …) or ('pt2e', …) too")
+        raise ExportError(f"{', '.join(path.name for path in beside.values())} has no file beside it that gives the "
+                          "reference values; export with formats=('onnx', …) or ('pt2e', …) too")
     raise ExportError(f"no runtime is installed that runs {', '.join(path.name for path in beside.values())}; "
                       f"{' or '.join(absent)}")
 

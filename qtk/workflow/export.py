@@ -108,7 +108,7 @@ def export(
     Args:
         simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: the new directory: ``model.onnx``, ``model.pt2``, ``model.tflite``, ``model.aimodel``, ``encodings.json``.
+        directory: the new directory: ``model.onnx``, ``model.pt2``, ``encodings.json`` and so on.
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
         onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``, which

@@ -94,13 +94,13 @@ def _check_codes(sites: list[SimulatedSite]) -> None:
     for site in sites:
         dtype = storage_dtype(site.spec)
         if dtype not in BYTES or isinstance(site.spec.granularity, PerBlock):
-            raise ExportError(f"{site.name} is {site.spec}: qtk writes codes of 8 bits at most for Core AI, per tensor or "
-                              "per channel; use config='coreai', or a rule with 8 bits or float")
+            raise ExportError(f"{site.name} is {site.spec}: qtk writes codes of 8 bits at most for Core AI, per tensor "
+                              "or per channel; use config='coreai', or a rule with 8 bits or float")
         limits = torch.iinfo(dtype)
         clamped = int(site.spec.qmin) + site.spec.middle_code, int(site.spec.qmax) + site.spec.middle_code
         if site.constant is None and clamped != (limits.min, limits.max):
-            raise ExportError(f"{site.name} is clamped to codes from {clamped[0]} to {clamped[1]}, and Core AI clamps to "
-                              f"all of {site.spec.dtype}; quantize it with 8 bits and narrow_range: false")
+            raise ExportError(f"{site.name} is clamped to codes from {clamped[0]} to {clamped[1]}, and Core AI clamps "
+                              f"to all of {site.spec.dtype}; quantize it with 8 bits and narrow_range: false")
 
 
 def _found_sites(stored: StoredCodes, sites: list[SimulatedSite]) -> Iterator[tuple[SimulatedSite, int]]:
@@ -116,8 +116,8 @@ def _found_sites(stored: StoredCodes, sites: list[SimulatedSite]) -> Iterator[tu
             None if site.constant is None else codes_of(site.constant.cpu(), site.encoding))
         found = next((index for index, value in values.items() if _same(value, expected)), None)
         if found is None:
-            raise ExportError(f"{site.name} is not in the program that Core AI's converter wrote; leave it in float, by "
-                              "a rule with output: float, or export formats=('onnx',)")
+            raise ExportError(f"{site.name} is not in the program that Core AI's converter wrote; leave it in float, "
+                              "by a rule with output: float, or export formats=('onnx',)")
         yield site, found
         if sum(_same(value, expected) for value in values.values()) > 1:
             del values[found]

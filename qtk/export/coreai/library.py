@@ -1,4 +1,4 @@
-"""Apple's packages coreai-torch, which writes ``.aimodel`` files, and coreai-core, which runs them: loaded when used."""
+"""Apple's packages, loaded when used: coreai-torch writes ``.aimodel`` files, coreai-core reads and runs them."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ def load(path: Path) -> Any:
     with _needed("reading an .aimodel file"):
         from coreai.authoring import AIModelAsset
     try:
+        if not AIModelAsset.is_valid(path):  # which load does not look at
+            raise ValueError("it has no program")
         return AIModelAsset.load(path)
     except Exception as error:
         raise ExportError(f"cannot read {path} as an .aimodel file: {first_line(error)}; name one that sim.export wrote"
