@@ -31,7 +31,7 @@ from qtk.graph.written_buffers import written_buffers
 from qtk.numerics.codes import codes_of, storage_dtype
 
 SITES = "qtk.sites"
-"""Name of the metadata: a list of site, number of its operator among those that dequantize, and spec."""
+"""Name of the metadata: a list of site, number of its operator among all that dequantize, and spec."""
 
 BYTES = (torch.int8, torch.uint8)
 """The codes that Core AI's operators take."""

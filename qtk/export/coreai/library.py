@@ -18,7 +18,7 @@ from qtk.export.coreai.lowerings import SiteLowerings
 INSTALL = "pip install 'qtk[coreai]'"
 
 ENTRY = "main"
-"""Name of the one function of a file."""
+"""Name of the only function of a file."""
 
 
 @contextlib.contextmanager

@@ -40,13 +40,17 @@ class SiteLowerings:
                 for granularity, lower in (("per_tensor", self._per_tensor), ("per_channel", self._per_channel))}
 
     def _per_tensor(self, name: str, values: dict[str, Any], node: fx.Node, location: Any) -> Any:
-        value, scale, zero_point, _, _, dtype = node.args
+        value, scale, zero_point, _, _, dtype = _arguments(node)
         return _operator(name, values[value.name], torch.tensor(scale), torch.tensor(zero_point), 0, dtype, location)
 
     def _per_channel(self, name: str, values: dict[str, Any], node: fx.Node, location: Any) -> Any:
-        value, scale, zero_point, axis, _, _, dtype = node.args
+        value, scale, zero_point, axis, _, _, dtype = _arguments(node)
         scales, zero_points = self._tensors[scale.name], self._tensors[zero_point.name]
         return _operator(name, values[value.name], scales, zero_points, axis, dtype, location)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _operator(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class StoredCodes:
 
     def __init__(self, program: Any) -> None:
         self._program = program  # holds the operators
-        self._module = program._module._mlir_module
+        self._module: Any = attrgetter("_module._mlir_module")(program)  # coreai-core has no other way to them
 
     @property
     def values(self) -> list[DequantizedValue]:
@@ -60,11 +61,12 @@ class StoredCodes:
         codes, scale, zero_point = (self._constant(op.operands[index]) for index in range(3))
         if scale is None or zero_point is None:
             raise ExportError(f"an operator {op.name} of the file computes its scale; export the simulation again")
-        return DequantizedValue(torch.atleast_1d(scale), torch.atleast_1d(zero_point.to(torch.int32)), codes)
+        scale, zero_point = (each.reshape(each.shape or (1,)) for each in (scale, zero_point))
+        return DequantizedValue(scale, zero_point.to(torch.int32), codes)
 
     def _constant(self, value: Any) -> Tensor | None:
         """The values of a constant; ``None`` for what is computed."""
-        owner = getattr(value, "owner", None)
+        owner: Any = getattr(value, "owner", None)
         if getattr(owner, "name", None) != CONSTANT:
             return None
         stored = owner.attributes["value"]
