@@ -2,7 +2,7 @@
 
 Three ways, in one process and in turns: as a scale and a shift; with the scale in the convolution behind it and a sum
 in front (by hand); and as ``fold_batch_norms`` does, with the scale in the convolution in front of the ReLU and a sum.
-Prints nodes of the optimized file, SQNR of the simulation to the float model (mean of eight nets), milliseconds of one
+Prints nodes of the optimized file, SQNR of the simulation to the float model (mean of four nets), milliseconds of one
 of them (median, one thread). Random weights, scales of both signs.
 
     python benchmarks/models/bench_rectified_norms.py
@@ -31,7 +31,7 @@ from qtk.numerics.error import decibels
 from qtk.transforms import foldable_batch_norms
 from qtk.transforms.foldable_batch_norms import _NotFoldable
 
-NORMS, TURNS, NETS = 4, 25, 8
+NORMS, TURNS, NETS = 4, 25, 4
 BATCHES = (1, 16)
 SIZES = ((64, 28), (32, 56))
 """Channels and lengths of the images."""

@@ -279,7 +279,7 @@ class _Finder:
 
 
 def _between(call: _Call, op: fx.Node) -> Iterator[fx.Node]:
-    """The values from the one that ``call`` reads back to what ``op`` makes, which the fold changes."""
+    """Yields the values between ``op`` and ``call``, which the fold changes."""
     value = call.node.all_input_nodes[0]
     while maker(value) is not op:
         yield value
