@@ -325,13 +325,14 @@ class QuantSim(RejectsUnknownAttributes):
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
         state_codes: bool = False, tokenizer: object | None = None, io_codes: bool = False,
+        progress: bool = True,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none: ``qtk.workflow.export``."""
         from qtk.workflow.export import OnnxOptions, export
 
         onnx = OnnxOptions(opset, check, output_names, state_codes)
         export(self.simulation, self.example_inputs, directory, formats=formats, force=force, onnx=onnx,
-               tokenizer=tokenizer, io_codes=io_codes)
+               tokenizer=tokenizer, io_codes=io_codes, progress=progress)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

@@ -456,7 +456,7 @@ VERBS = {
         "data_report": DataReport((CalibrationSize(1, 64, 0.8, 30.0, 0.25),), 1)}),
     "export": ("workflow.export.export", ("folder",), {
         "formats": "onnx", "force": True, "opset": 23, "check": False, "output_names": ["y"], "state_codes": True,
-        "tokenizer": print, "io_codes": True}),
+        "tokenizer": print, "io_codes": True, "progress": False}),
     "verify_export": ("workflow.verify_export.verify_export", ("folder", []), {
         "forward": print, "runtime": "openvino", "float_export": "float", "turns": 3, "progress": False,
         "valid": "mask", "batch_size": 5, "threads": 6}),

@@ -26,7 +26,7 @@ from qtk.auto.widths import Choice, Costs, setting_of
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.config.schema import QuantConfig
-from qtk.errors import CalibrationError, QtkError
+from qtk.errors import CalibrationError, ExportError, QtkError
 from qtk.export.file_signature import file_inputs
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
@@ -50,9 +50,12 @@ def _exported(sim: QuantSim) -> Iterator[tuple[RuntimeKind, Path]]:
     """The runtime of a simulation's target, and a file for it. Raises: ExportError if it is missing, or refuses."""
     kind = runtime_of(sim.simulation.target)
     kind.require()
+    if kind.untimed is not None:
+        raise ExportError(f"no milliseconds for the target {sim.simulation.target}: {kind.untimed}; give a budget of "
+                          "bit_operations or weight_bits, or run this on such a device")
     with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what users would do with the file
-        sim.export(Path(folder) / "sim", formats=(kind.format,))
+        sim.export(Path(folder) / "sim", formats=(kind.format,), progress=False)
         yield kind, Path(folder) / "sim" / kind.file_name("")
 
 

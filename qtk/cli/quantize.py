@@ -37,7 +37,7 @@ from qtk.report.summary import FLOAT, Score, Summary
 from qtk.runtimes.session import require_onnxruntime
 from qtk.torch_private import pytree
 from qtk.workflow.export import export as export_simulation
-from qtk.workflow.export import onnx_name
+from qtk.workflow.exported_graphs import onnx_name
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.transforms import transform
@@ -249,15 +249,15 @@ class RecipeRun:
         """Writes the formats of a setting, if it has any."""
         formats = self.recipe.formats_of(setting)
         if formats:
-            with self._step(f"exporting {setting.name} as {' and '.join(formats)}"):
-                sim.export(folder, formats=formats)
+            self._say(f"exporting {setting.name} as {' and '.join(formats)}")
+            sim.export(folder, formats=formats, progress=self.progress)
 
     def _export_float(self, folder: Path) -> None:
         """Writes the float model as ONNX if any setting writes ONNX, so that sizes can be compared."""
         if any(ONNX in self.recipe.formats_of(setting) for setting in self.recipe.settings):
-            with self._step(f"exporting {FLOAT} as {ONNX}"):
-                in_float = Simulation(self.prepared, QuantPlan({}), {})
-                export_simulation(in_float, self.example, folder, formats=(ONNX,))
+            self._say(f"exporting {FLOAT} as {ONNX}")
+            in_float = Simulation(self.prepared, QuantPlan({}), {})
+            export_simulation(in_float, self.example, folder, formats=(ONNX,), progress=self.progress)
 
     def _example(self) -> ExampleInputs:
         if self.entry.input_shape:

@@ -251,7 +251,8 @@ def _slower(run: FileRun) -> list[Finding]:
     if run.way == EXACT or latency is None or reference is None or latency < reference:
         return []
     floats = [] if run.nodes is None else list(dict.fromkeys(node.op for node in run.nodes.weighted_floats))
-    remedy = f"of its products, {', '.join(floats[:3])} {'is' if len(floats) == 1 else 'are'} in float" if floats else (
+    remedy = "the runtime does not tell which products it computes in integers" if run.nodes is None else (
+        f"of its products, {', '.join(floats[:3])} {'is' if len(floats) == 1 else 'are'} in float" if floats else
         "all its products are in integers; the model may be too small to gain")
     return [Finding(Level.YELLOW, f"{run.runtime}: {latency:.3g} ms, {latency / reference:.2f} × float", remedy)]
 

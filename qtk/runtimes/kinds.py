@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,7 @@ class RuntimeKind:
         targets: the shipped targets whose files are for it; what it does to others is no red verdict.
         judge: what is wrong with its runs, or worth knowing.
         saturating: the sites of weights whose products its integer sums may not hold on some CPUs.
+        untimed: why times that are measured here say nothing of its devices; ``None`` if they do.
     """
 
     name: str
@@ -73,6 +75,7 @@ class RuntimeKind:
     targets: tuple[str, ...] = ()
     judge: Callable[[Sequence[FileRun], Circumstances], tuple[Finding, ...]] = judge_alone
     saturating: Callable[[Path], Sequence[str]] = _nothing
+    untimed: str | None = None
 
     @property
     def missing(self) -> str | None:
@@ -161,6 +164,18 @@ def _litert_file(model: fx.GraphModule, call: Call, path: Path) -> None:
     file.export(model, call, path)
 
 
+def _coreai_ways() -> dict[str, Opener]:
+    from qtk.runtimes.coreai_file import CoreAiFile
+
+    return {"Core AI": lambda file, reasons, threads: CoreAiFile(file, reasons, threads=threads)}
+
+
+def _coreai_file(model: fx.GraphModule, call: Call, path: Path) -> None:
+    from qtk.export.coreai import file
+
+    file.export(model, call, path)
+
+
 def _executorch_ways() -> dict[str, Opener]:
     from qtk.runtimes.executorch_program import ExecuTorchProgram
 
@@ -172,6 +187,8 @@ def _inductor_ways() -> dict[str, Opener]:
 
     return {"Inductor": lambda file, reasons, threads: InductorProgram(file, reasons, threads=threads)}
 
+
+NUMBERS_ALONE = "Core AI is for Apple's devices; elsewhere it runs for the numbers alone"
 
 RUNTIMES: Registry[RuntimeKind] = Registry("runtime")
 for _kind in (
@@ -188,6 +205,9 @@ for _kind in (
                 ("x86_inductor",)),
     RuntimeKind("litert", "LiteRT", {"ai_edge_litert": "ai-edge-litert"}, "litert", ".tflite", "litert",
                 partial(_runs, ways=_litert_ways), _litert_file, partial(_timed, ways=_litert_ways), ("litert",)),
+    RuntimeKind("coreai", "Core AI", {"coreai": "coreai-core", "coreai_torch": "coreai-torch"}, "coreai", ".aimodel",
+                "coreai", partial(_runs, ways=_coreai_ways), _coreai_file, partial(_timed, ways=_coreai_ways),
+                ("coreai",), untimed=None if platform.system() == "Darwin" else NUMBERS_ALONE),
 ):
     RUNTIMES.add(_kind.name, _kind)
 

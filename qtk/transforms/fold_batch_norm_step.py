@@ -27,6 +27,7 @@ class Into(enum.Enum):
 
     PRODUCER = "the layer before it"
     CONSUMERS = "the layers behind it"
+    RECTIFIED = "the layer in front of the rectifier before it, and a sum"
     SCALE_SHIFT = "a scale and a shift"
 
 
@@ -119,7 +120,7 @@ class FoldBatchNorm:
         for site in self.calls:
             for graph, node in editor.makers(site):
                 self._edit_call(graph, node)
-        for layer in self.layers:
+        for layer in self.layers if self.into is not Into.RECTIFIED else ():
             new: nn.Parameter | None = None  # one that is new is 0, and the same in all graphs
             for graph, node in editor.layers(layer.weight):
                 new = give_bias(graph, node, layer, new)
@@ -129,8 +130,7 @@ class FoldBatchNorm:
         assert isinstance(x, fx.Node)
         assert isinstance(mean, fx.Node)
         assert isinstance(module, fx.Node)
-        replacement = x if self.into is not Into.SCALE_SHIFT else self._scale_shift(graph, node, x, mean)
-        node.replace_all_uses_with(replacement)
+        node.replace_all_uses_with(self._replacement(graph, node, x, mean))
         erase(node)
         if not any(read.target == module.target for read in graph.graph.find_nodes(op="get_attr")):
             self._forget(graph, str(module.target))
@@ -141,6 +141,10 @@ class FoldBatchNorm:
             graph.delete_submodule(target)
         else:
             forget_type(graph, target)
+
+    def _replacement(self, graph: CapturedGraph, node: fx.Node, x: fx.Node, mean: fx.Node) -> fx.Node:
+        """Returns what stands for the batch norm ``node`` of ``x`` afterwards."""
+        return x if self.into is not Into.SCALE_SHIFT else self._scale_shift(graph, node, x, mean)
 
     def _scale_shift(self, graph: CapturedGraph, node: fx.Node, x: fx.Node, mean: fx.Node) -> fx.Node:
         """A new call of ``ScaleShift`` on ``x``, with parameters beside the statistics."""

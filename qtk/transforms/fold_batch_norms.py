@@ -1,4 +1,4 @@
-"""Folds batch norms: into the layer before, else into the layers behind, else into a scale and a shift.
+"""Folds batch norms: into the layer before, the layers behind, a layer and a sum, or into a scale and a shift.
 
 A batch norm in eval mode is y = x · scale + shift per channel, with scale = γ / √(var + eps) and
 shift = β − mean · scale (Jacob et al., arXiv:1712.05877, §3.2).
@@ -7,7 +7,9 @@ shift = β − mean · scale (Jacob et al., arXiv:1712.05877, §3.2).
    through data movement at most, and every use of the weight is followed by the same batch norm.
 2. Into the layers behind it, W' = W · scale and b' = b + W · shift, if they alone read its output, are the only ones
    that use their weights, and nothing is padded: padding is 0 in front of the batch norm's shift, not behind it.
-3. Else it becomes a scale and a shift, under the names of its weight and bias.
+3. Behind a rectifier its scale goes into the layer in front of that, and a sum with its shift is left, where layers
+   behind take up the signs of negative scales, or no scale is negative (``fold_rectified_step``).
+4. Else it becomes a scale and a shift, under the names of its weight and bias.
 
 A batch norm that normalises by the statistics of the batch is left.
 """
@@ -21,7 +23,7 @@ from qtk.capture.prepared_model import PreparedModel
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.operators.targets import attribute
-from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, owner_of
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import rewrite
@@ -52,7 +54,8 @@ def fold_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
 
 def folded_sites(model: PreparedModel) -> dict[Site, str]:
     """The values of batch norms that were folded into layers, each with where they went."""
-    folds = [step for step in steps_of(model) if isinstance(step, FoldBatchNorm) and step.layers]
+    folds = [step for step in steps_of(model) if isinstance(step, FoldBatchNorm)
+             and step.into in (Into.PRODUCER, Into.CONSUMERS)]
     return {
         site: f"folded into {', '.join(owner_of(layer.weight) for layer in step.layers)}"
         for step in folds for site in step.calls

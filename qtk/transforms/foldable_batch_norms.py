@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,11 +14,12 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
 from qtk.operators.lookup import row_of
-from qtk.operators.op_row import OpRow, Product
+from qtk.operators.op_row import OpRow, Product, Scaling
 from qtk.operators.op_table import DROPOUT
 from qtk.operators.targets import attribute, batch_norm_called, schema_arguments
 from qtk.torch_private import length_hint
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
+from qtk.transforms.fold_rectified_step import FoldRectifiedBatchNorm
 from qtk.transforms.graph_editor import beside, weight_parameter
 from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group
@@ -109,6 +111,11 @@ class _Finder:
             return Group(name, (self._step([call], Into.CONSUMERS, layers),), detail), [call]
         except _NotFoldable as error:
             reason = f"{reason}; {error}"
+        with contextlib.suppress(_NotFoldable):
+            step, op = self._rectified(call)
+            detail = f"into {owner_of(step.layers[0].weight)}, in front of a rectifier, and a sum"
+            changed = tuple(dict.fromkeys(map(value_site, (op, *_between(call, op)))))
+            return Group(name, (step,), detail, changed), [call]
         step = self._step(together, Into.SCALE_SHIFT, ())
         return Group(name, (step,), f"became a scale and a shift: {reason}"), together
 
@@ -146,8 +153,24 @@ class _Finder:
         self._check_owned(layer, ops, uses)
         return layer, [other for other, _ in followers], ops
 
-    def _layer_before(self, call: _Call) -> tuple[Layer, fx.Node]:
-        """The layer whose output ``call`` alone reads, and the op. Raises: _NotFoldable."""
+    def _rectified(self, call: _Call) -> tuple[FoldRectifiedBatchNorm, fx.Node]:
+        """The step that folds ``call`` through rectifiers, and the op of its layer. Raises: _NotFoldable."""
+        layer, op = self._layer_before(call, rectifiers=True)
+        self._check_owned(layer, [op], self._uses[layer.weight])
+        layers: tuple[Layer, ...] = (layer,)
+        weight = call.tensors[0]
+        if weight is not None and bool((self._members.tensor(weight) < 0).any()):
+            layers = (layer, *self._consumers(call, signs=True))
+        fold = self._step([call], Into.RECTIFIED, layers)
+        values = {field.name: getattr(fold, field.name) for field in fields(fold)}
+        trailing = call.node.meta["val"].ndim - 2
+        return FoldRectifiedBatchNorm(**values | {"shift": beside(fold.mean, "shift")}, trailing=trailing), op
+
+    def _layer_before(self, call: _Call, *, rectifiers: bool = False) -> tuple[Layer, fx.Node]:
+        """The layer whose output ``call`` alone reads, and the op; ``rectifiers``, and pooling, may stand between.
+
+        Raises: _NotFoldable
+        """
         value, axis = call.node.args[0], 1
         assert isinstance(value, fx.Node)
         while True:
@@ -156,6 +179,9 @@ class _Finder:
             if len(readers) != 1:
                 raise _NotFoldable(f"{value_site(value)} is read by {', '.join(map(_reader, others)) or 'it'} too")
             source, row = call.flow.carried(value), call.flow.row(value)
+            if rectifiers and row is not None and _keeps_factors(row, value, axis):
+                (value, *_) = value.all_input_nodes
+                continue
             if source is None or row is None:
                 break
             axis = _source_axis(row, value, source, axis)
@@ -167,13 +193,15 @@ class _Finder:
             raise _NotFoldable(f"its channels are not the output channels of {owner_of(layer.weight)}")
         return layer, op
 
-    def _consumers(self, call: _Call) -> tuple[Layer, ...]:
-        """The layers that alone read ``call``. Raises: _NotFoldable."""
+    def _consumers(self, call: _Call, *, signs: bool = False) -> tuple[Layer, ...]:
+        """The layers that alone read ``call``, which take up signs alone, or scale and shift. Raises: _NotFoldable."""
         readers = list(call.flow.readers(call.node))
         layers: dict[Layer, list[fx.Node]] = {}
         for port in readers:
             layer = self._layer(port.user)
-            self._check_takes_shift(port, layer, call)
+            self._check_channels(port, layer, call)
+            if not signs:
+                self._check_takes_shift(port.user, layer)
             layers.setdefault(layer, []).append(port.user)
         if not layers:
             raise _NotFoldable("no layer reads it")
@@ -181,15 +209,17 @@ class _Finder:
             self._check_owned(layer, ops, self._uses[layer.weight])
         return tuple(layers)
 
-    def _check_takes_shift(self, port: Port, layer: Layer, call: _Call) -> None:
-        """Raises: _NotFoldable unless the layer at ``port`` can take up the scale and the shift of its input."""
-        row, op = row_of(port.user), port.user
+    def _check_channels(self, port: Port, layer: Layer, call: _Call) -> None:
+        """Raises: _NotFoldable unless the channels of ``call`` are the input channels of the layer at ``port``."""
+        row = row_of(port.user)
         assert row is not None
-        matrix = layer.product in (Product.OUT_IN, Product.IN_OUT)
-        axis = port.value.meta["val"].ndim - 1 if matrix else 1
+        axis = port.value.meta["val"].ndim - 1 if layer.product in (Product.OUT_IN, Product.IN_OUT) else 1
         if port.arg != row.data_arg or _axis_at(call.flow, port.value, call.node, axis) != 1:
             raise _NotFoldable(f"its channels are not the inputs of {owner_of(layer.weight)}")
-        if matrix:
+
+    def _check_takes_shift(self, op: fx.Node, layer: Layer) -> None:
+        """Raises: _NotFoldable unless a layer can take up a shift of its inputs: what it pads would be shifted too."""
+        if layer.product in (Product.OUT_IN, Product.IN_OUT):
             return
         given = schema_arguments(op)
         kernel = op.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
@@ -246,6 +276,21 @@ class _Finder:
         assert owner is not None
         tensor = attribute(owner, str(node.target))
         return self._members.name(tensor) if isinstance(tensor, Tensor) else None
+
+
+def _between(call: _Call, op: fx.Node) -> Iterator[fx.Node]:
+    """Yields the values between ``op`` and ``call``, which the fold changes."""
+    value = call.node.all_input_nodes[0]
+    while maker(value) is not op:
+        yield value
+        value = value.all_input_nodes[0]
+
+
+def _keeps_factors(row: OpRow, value: fx.Node, axis: int) -> bool:
+    """Says whether an op passes on factors ≥ 0 of its input's channels at ``axis``: rectifiers and pooling."""
+    if row.scaling is Scaling.WINDOWED:
+        return axis == 1 and value.op == "call_function" and value.meta["val"].ndim > 3
+    return row.rectifier and row.scaling is Scaling.KEPT
 
 
 def _source_axis(row: OpRow, value: fx.Node, source: fx.Node, axis: int) -> int:

@@ -13,12 +13,14 @@ from qtk.transforms.absorb_bias import AbsorbBias
 from qtk.transforms.channel_scale_step import InsertChannelScale
 from qtk.transforms.clamp_step import ScaleClamp
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm
+from qtk.transforms.fold_rectified_step import FoldRectifiedBatchNorm
 from qtk.transforms.keep_batch_norm_step import FoldKeptBatchNorm, KeepBatchNorm
 from qtk.transforms.steps import RemoveParameters, ScaleParameter, Step
 
 KINDS: dict[str, type] = {
     "absorb_bias": AbsorbBias,
     "fold_batch_norm": FoldBatchNorm,
+    "fold_rectified_batch_norm": FoldRectifiedBatchNorm,
     "fold_kept_batch_norm": FoldKeptBatchNorm,
     "insert_channel_scale": InsertChannelScale,
     "keep_batch_norm": KeepBatchNorm,

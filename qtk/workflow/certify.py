@@ -73,7 +73,8 @@ def certify(
     folder = Path(directory)
     if not folder.is_dir():
         raise ExportError(f"{directory} is no directory; give what sim.export wrote")
-    files = sorted(path for path in folder.iterdir() if path.suffix in REFERENCES)
+    suffixes = {*REFERENCES, *(kind.suffix for kind in RUNTIMES.values())}
+    files = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
     stems = list(dict.fromkeys(path.stem for path in files))
     if not stems:
         raise ExportError(f"{directory} holds no file of {', '.join(REFERENCES)} to certify; export with "
@@ -110,6 +111,9 @@ def _reference(beside: Mapping[str, Path]) -> ReferenceFile:
             if suffix == ".pt2" or len(missing) < sum(kind.suffix == suffix for kind in RUNTIMES.values()):
                 return load(beside[suffix])
             absent.append(f"pip install 'qtk[{missing[0].extra}]'")
+    if not REFERENCES.keys() & beside.keys():
+        raise ExportError(f"{', '.join(path.name for path in beside.values())} has no file beside it that gives the "
+                          "reference values; export with formats=('onnx', …) or ('pt2e', …) too")
     raise ExportError(f"no runtime is installed that runs {', '.join(path.name for path in beside.values())}; "
                       f"{' or '.join(absent)}")
 
@@ -152,7 +156,7 @@ def _certified(
     try:
         for inputs, outputs, sites in batches:
             runs.compare(inputs, outputs, sites)
-        if latency.turns:
+        if latency.turns and kind.untimed is None:
             runs.measure(batches[0][0], None, turns=latency.turns, progress=False, batch_size=latency.batch_size)
         results: tuple[FileRun, ...] = runs.runs()
     except ExportError as error:
@@ -173,9 +177,14 @@ def _refused(file: Path, kind: RuntimeKind, why: str) -> tuple[list[CertifiedRun
 
 
 def hashes_of(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Name → SHA-256 of every file of a directory but the certificate and hidden ones."""
-    return {path.name: _sha256(path) for path in sorted(Path(directory).iterdir())
-            if path.is_file() and path.name != NAME and not path.name.startswith(".")}
+    """Name → SHA-256 of every file of a directory but the certificate and hidden ones.
+
+    A directory that is one file of a runtime has the names ``model.aimodel/…``.
+    """
+    suffixes, folder = {kind.suffix for kind in RUNTIMES.values()}, Path(directory)
+    listed = [path for path in folder.iterdir() if path.name != NAME and not path.name.startswith(".")]
+    inside = [inner for path in listed if path.is_dir() and path.suffix in suffixes for inner in path.rglob("*")]
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in sorted([*listed, *inside]) if path.is_file()}
 
 
 def _sha256(path: Path) -> str:

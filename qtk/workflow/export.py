@@ -7,7 +7,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,62 +16,54 @@ import torch
 from torch import fx
 
 from qtk.aimet import encodings_aimet
-from qtk.aimet.fields import NamedEncoding
-from qtk.aimet.named_encodings import named_encodings
-from qtk.aimet.tensor_names import tensor_names
 from qtk.atomic import staged_directory
 from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import values_of
-from qtk.capture.exclusion import excluded_modules
 from qtk.capture.tracing import TRACING
 from qtk.config.files import shipped_names
 from qtk.config.load import load_config
 from qtk.config.runtime import Runtime
 from qtk.core.dtypes import dtype
-from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerTokenBlock
-from qtk.core.site import Site
-from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
-from qtk.export import encodings_json
-from qtk.export.file_signature import file_stem
-from qtk.export.simulated_sites import compare_encodings
-from qtk.export.site_roles import parameter_roles
 from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
 from qtk.nn.mapped_weights import bounded
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
+from qtk.report.stages import Stages
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import STEPS, op_changes
-from qtk.workflow import export_programs
+from qtk.workflow import export_encodings, export_programs
 from qtk.workflow.check import check
-from qtk.workflow.exported_graphs import graph_calls, read_back
+from qtk.workflow.exported_graphs import graph_calls, onnx_name, read_back
 
 INT8 = dtype("int8")
 """Of fewer bits, pairs of codes are small enough for sums in int16; of no sign, ONNX Runtime adds in int32."""
 
-ENCODINGS_FILE = "encodings.json"
-FLOAT_FOLDER = "float"
-"""Directory of the float ONNX files, which have the names of the files with QuantizeLinear."""
-
 GENAI_FOLDER = "genai"
 """Directory of what onnxruntime-genai runs."""
 
-Exporter: TypeAlias = Callable[[Simulation, ExampleInputs, Path], None]
+Writer: TypeAlias = Callable[[Simulation, ExampleInputs, Path, Stages], None]
 """Writes its files into a directory, reads them back and raises ExportError if they differ from the simulation."""
 
-EXPORTERS: Registry[Exporter] = Registry("export format")
 
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """An export format.
 
-def onnx_name(path: str) -> str:
-    """File name of a captured graph: ``model.onnx``, or an island's module path, see ``file_stem``.
-
-    >>> onnx_name("backbone.body"), onnx_name("conv/1")
-    ('backbone.body.onnx', 'conv%2F1.onnx')
+    Args:
+        write: writes the files, and tells each stage when it begins.
+        stages: how many stages it tells.
+        each_graph: whether it tells so many of each graph, which has a file of its own.
     """
-    return f"{file_stem(path or 'model')}.onnx"
+
+    write: Writer
+    stages: int = 1
+    each_graph: bool = False
+
+
+EXPORTERS: Registry[Exporter] = Registry("export format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ class OnnxOptions:
 def export(
     simulation: Simulation, example_inputs: ExampleInputs, directory: str | os.PathLike[str], *,
     formats: Iterable[str] | str = ("encodings", "onnx"), force: bool = False, onnx: OnnxOptions = OnnxOptions(),
-    tokenizer: object | None = None, io_codes: bool = False,
+    tokenizer: object | None = None, io_codes: bool = False, progress: bool = True,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -106,7 +98,7 @@ def export(
     >>> sim = qtk.QuantSim(model, torch.randn(16, 8))
     >>> sim.compute_encodings([torch.randn(16, 8)], progress=False)
     >>> folder = pathlib.Path(tempfile.mkdtemp()) / "both"
-    >>> sim.export(folder)
+    >>> sim.export(folder, progress=False)
     >>> (folder / "model.onnx").exists()
     True
 
@@ -116,13 +108,14 @@ def export(
     Args:
         simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: the new directory: ``model.onnx``, ``model.pt2``, ``model.tflite``, ``encodings.json`` and so on.
+        directory: the new directory: ``model.onnx``, ``model.pt2``, ``encodings.json`` and so on.
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
         onnx: what is asked of the ONNX file; keywords of ``QuantSim.export``, where ``run`` is ``check``, which
-            is asked of LiteRT files too.
+            is asked of LiteRT and Core AI files too.
         tokenizer: its files are written into the folder of a language model.
         io_codes: LiteRT files take and return quantized inputs and outputs as their integer codes.
+        progress: show a bar of the stages of all files.
 
     Raises: ConfigError for an unknown format, with the known ones; CheckError if the simulation is not sound;
         ExportError if the directory exists or cannot be written, a format cannot express the model, the names are not
@@ -134,11 +127,15 @@ def export(
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if "onnx" in exporters:
-        exporters["onnx"] = partial(_onnx, options=onnx)
+        exporters["onnx"] = replace(exporters["onnx"], write=partial(_onnx, options=onnx))
     if "compressed_tensors" in exporters:
-        exporters["compressed_tensors"] = partial(_compressed_tensors, tokenizer=tokenizer)
+        exporters["compressed_tensors"] = Exporter(
+            partial(_compressed_tensors, tokenizer=tokenizer, progress=progress), 2)
     if "litert" in exporters:
-        exporters["litert"] = partial(export_programs.litert, io_codes=io_codes, run=onnx.run)
+        exporters["litert"] = replace(
+            exporters["litert"], write=partial(export_programs.litert, io_codes=io_codes, run=onnx.run))
+    if "coreai" in exporters:
+        exporters["coreai"] = replace(exporters["coreai"], write=partial(export_programs.coreai, run=onnx.run))
     for name, value, format in (("opset", onnx.opset, "onnx"), ("output_names", onnx.output_names, "onnx"),
                                 ("state_codes", onnx.state_codes or None, "onnx"),
                                 ("io_codes", io_codes or None, "litert"),
@@ -149,108 +146,17 @@ def export(
                               f"leave {name} out")
     check(simulation)
     folding = folded(simulation) if STEPS in meta_of(simulation.model) else contextlib.nullcontext(simulation)
-    with TRACING, bounded(simulation.model), staged_directory(directory, force=force) as folder, folding as deployed:
-        for write in exporters.values():
-            write(deployed, example_inputs, folder)
-
-
-def aimet_name(version: str) -> str:
-    """File name of the encodings in a schema of AIMET.
-
-    >>> aimet_name("1.0.0")
-    'encodings_aimet_1.0.0.json'
-    """
-    return f"encodings_aimet_{version}.json"
-
-
-def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    """Writes qtk's encodings JSON, and AIMET's schemas in use where they can represent the model."""
-    _encodings_json(simulation, example_inputs, folder)
-    for version in ("1.0.0", "2.0.0"):
-        try:
-            tensors = _write_aimet(version, simulation, folder)
-        except ExportError as error:
-            warnings.warn(f"skipped {aimet_name(version)}: {error}", stacklevel=2)
-        else:
-            _compare_aimet(version, tensors, folder)
-
-
-def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    path, dynamic = folder / ENCODINGS_FILE, _dynamic(simulation)
-    encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
-    masked = {site.name: reason for site, reason in simulation.dropped.items()}
-    parameters = parameter_roles(simulation)
-    encodings_json.export(encodings, path, parameters=parameters, dynamic=dynamic, masked=masked,
-                          target=simulation.target)
-    with read_back(path):
-        stored = encodings_json.parse(encodings_json.load_object(path), path.name)
-        compare_encodings(stored.encodings, encodings)
-        if (stored.dynamic, stored.masked, stored.parameters) != (dynamic, masked, parameters):
-            raise ExportError("the sites of parameters, of dynamic quantization, or with masks, differ from the "
-                              "simulation")
-
-
-def _encodings_aimet(version: str, simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    _compare_aimet(version, _write_aimet(version, simulation, folder), folder)
-
-
-def _write_aimet(version: str, simulation: Simulation, folder: Path) -> list[NamedEncoding]:
-    """Writes the encodings in a schema of AIMET, by the names of the tensors in the float ONNX file."""
-    found_late = [site.name for site, each in simulation.quantizers.items()
-                  if each.spec.dynamic or isinstance(each.spec.granularity, PerTokenBlock)]
-    if found_late:
-        raise ExportError(f"AIMET's schemas hold no dynamic quantization ({found_late[0]}); {ENCODINGS_FILE} lists it")
-    tensors = named_encodings(simulation)
-    write = encodings_aimet.WRITERS[version]
-    write(tensors, folder / aimet_name(version), excluded=excluded_modules(simulation.model))
-    return tensors
-
-
-def _compare_aimet(version: str, tensors: Sequence[NamedEncoding], folder: Path) -> None:
-    specs = {each.name: each.encoding.spec for each in tensors}
-    shapes = {each.name: each.shape for each in tensors if each.shape is not None}
-    path = folder / aimet_name(version)
-    with read_back(path):
-        compare_encodings(encodings_aimet.read(path, specs, shapes=shapes),
-                          {each.name: each.encoding for each in tensors})
-
-
-def _aimet(version: str, simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    """Writes what AIMET's converters take: the encodings, and the float model with the same names."""
-    _encodings_aimet(version, simulation, example_inputs, folder)
-    _float_onnx(simulation, example_inputs, folder)
-
-
-def _float_onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    if (folder / FLOAT_FOLDER).is_dir():  # by another schema
-        return
-    try:
-        from qtk.export.onnx import float_graph  # loaded here: onnx is an extra, and slow to import
-    except ImportError as error:
-        raise ExportError(f"a float ONNX file needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    (folder / FLOAT_FOLDER).mkdir()
-    names, found = tensor_names(simulation.model), set[str]()
-    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
-        file = folder / FLOAT_FOLDER / onnx_name(path)
-        float_graph.export(graph, call, file, names)
-        found |= float_graph.read_names(file)
-    missing = next((name for name in names if name not in found), None)
-    if missing is not None:
-        raise ExportError(f"{missing} is quantized, and in no float ONNX file: no graph that the example inputs run "
-                          "has it; prepare the model with other example inputs")
-
-
-def _calibrated(simulation: Simulation) -> dict[Site, Encoding]:
-    quantizers = simulation.quantizers.items()
-    return {site: encoding for site, quantizer in quantizers if (encoding := quantizer.encoding) is not None}
-
-
-def _dynamic(simulation: Simulation) -> dict[str, QuantSpec]:
-    return {site.name: each.spec for site, each in simulation.quantizers.items() if each.spec.dynamic}
+    files = len(roots(simulation.model))
+    total = sum(each.stages * (files if each.each_graph else 1) for each in exporters.values())
+    with TRACING, bounded(simulation.model), staged_directory(directory, force=force) as folder, folding as deployed, \
+            Stages(total, progress=progress) as stages:
+        for each in exporters.values():
+            each.write(deployed, example_inputs, folder, stages)
 
 
 def _onnx(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, options: OnnxOptions = OnnxOptions()
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *,
+    options: OnnxOptions = OnnxOptions(),
 ) -> None:
     run, output_names, state_codes = options.run, options.output_names, options.state_codes
     if state_codes and not states_of(simulation.model):
@@ -282,11 +188,12 @@ def _onnx(
         file = folder / onnx_name(path)
         rounded = qdq.export(graph, call, file, opset=options.opset, target=simulation.target,
                              output_names=output_names, int16_sums=int16_sums, state_codes=state_codes,
-                             contrib_operators=contrib_operators, functions=functions)
+                             contrib_operators=contrib_operators, functions=functions, begin=stages.of(file.name))
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "
                           "model.float() instead", stacklevel=2)
+        stages.of(file.name)("reading back")
         with read_back(file):
             qdq.compare_with_simulation(file, graph)
     may_saturate = int16_sums and any(quantizer.spec.dtype == INT8 for quantizer in simulation.quantizers.values())
@@ -309,10 +216,10 @@ def _onnx(
             f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
     if run:
-        _run(calls, folder)
+        _run(calls, folder, stages)
 
 
-def _onnx_genai(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def _onnx_genai(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages) -> None:
     """Writes the ONNX file of a decoder with a cache, and the config by which onnxruntime-genai runs it."""
     config, graph = getattr(simulation.model, "config", None), roots(simulation.model).get("")
     if config is None or graph is None:
@@ -320,20 +227,21 @@ def _onnx_genai(simulation: Simulation, example_inputs: ExampleInputs, folder: P
                           "what the runtime needs to know")
     inner = folder / GENAI_FOLDER
     inner.mkdir()
-    _onnx(simulation, example_inputs, inner)
+    _onnx(simulation, example_inputs, inner, stages)
     from qtk.export.onnx import genai  # onnx is there: the file was written
     from qtk.runtimes import session
 
     genai.export(graph, config, inner / onnx_name(""), {session.FLOAT_PRODUCTS: "1"})
 
 
-def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path) -> None:
+def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path, stages: Stages) -> None:
     """Warns of what ONNX Runtime computes otherwise than the simulation, if it is installed."""
     if importlib.util.find_spec("onnxruntime") is None:
         return
     from qtk.workflow.export_run import departures  # loaded here: slow to import
 
     for path, (graph, call) in calls.items():
+        stages.of(onnx_name(path))("running")
         for line in departures(folder / onnx_name(path), graph, call):
             warnings.warn(f"{onnx_name(path)} was written, but {line}", stacklevel=2)
 
@@ -344,7 +252,8 @@ def _runtime(target: str | None) -> Runtime | None:
 
 
 def _compressed_tensors(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, tokenizer: object | None = None
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *,
+    tokenizer: object | None = None, progress: bool = False,
 ) -> None:
     from qtk.export.compressed_tensors import folder as checkpoint  # loaded here: few exports need it
     from qtk.export.compressed_tensors.shards import STATE_FILE
@@ -353,18 +262,21 @@ def _compressed_tensors(
     if changes:
         raise ExportError(f"a transform has changed the ops of the model ({', '.join(changes)}), and who loads a "
                           "compressed-tensors file runs the original's; make the simulation without it")
-    checkpoint.export(simulation.model, folder, tokenizer)
+    stages.begin("the folder: writing")
+    checkpoint.export(simulation.model, folder, tokenizer, progress=progress)
+    stages.begin("the folder: reading back")
     with read_back(folder / STATE_FILE):
-        checkpoint.compare_with_simulation(folder, simulation.model)
+        checkpoint.compare_with_simulation(folder, simulation.model, progress=progress)
 
 
-EXPORTERS.add("encodings", _encodings)
-EXPORTERS.add("encodings_json", _encodings_json)
+EXPORTERS.add("encodings", Exporter(export_encodings.encodings))
+EXPORTERS.add("encodings_json", Exporter(export_encodings.encodings_json))
 for schema in encodings_aimet.WRITERS:
-    EXPORTERS.add(f"encodings_aimet_{schema}", partial(_encodings_aimet, schema))
-    EXPORTERS.add(f"aimet_{schema}", partial(_aimet, schema))
-EXPORTERS.add("onnx", _onnx)
-EXPORTERS.add("onnx_genai", _onnx_genai)
-EXPORTERS.add("compressed_tensors", _compressed_tensors)
-EXPORTERS.add("pt2e", export_programs.pt2e)
-EXPORTERS.add("litert", export_programs.litert)
+    EXPORTERS.add(f"encodings_aimet_{schema}", Exporter(partial(export_encodings.encodings_aimet, schema)))
+    EXPORTERS.add(f"aimet_{schema}", Exporter(partial(export_encodings.aimet, schema), 2))
+EXPORTERS.add("onnx", Exporter(_onnx, 5, each_graph=True))
+EXPORTERS.add("onnx_genai", Exporter(_onnx_genai, 5))
+EXPORTERS.add("compressed_tensors", Exporter(_compressed_tensors, 2))
+EXPORTERS.add("pt2e", Exporter(export_programs.pt2e, 2, each_graph=True))
+EXPORTERS.add("litert", Exporter(export_programs.litert, 3, each_graph=True))
+EXPORTERS.add("coreai", Exporter(export_programs.coreai, 3, each_graph=True))

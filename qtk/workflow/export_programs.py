@@ -1,4 +1,4 @@
-"""Writes simulations as programs of torch, and as files that a converter makes of these: PT2E and LiteRT."""
+"""Writes simulations as programs of torch, and as files that a converter makes of these: PT2E, LiteRT, Core AI."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from qtk.export.simulated_sites import step_of
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.report.difference import is_close
-from qtk.runtimes.kinds import RUNTIMES
-from qtk.runtimes.runtime_runs import RuntimeRuns
+from qtk.report.stages import Stages
+from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
+from qtk.runtimes.runtime_runs import Opener, RuntimeRuns
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.workflow.exported_graphs import graph_calls, read_back
 
-LITERT = "litert"
+LITERT, COREAI = "litert", "coreai"
 
 
 def pt2e_name(path: str) -> str:
@@ -29,17 +30,21 @@ def pt2e_name(path: str) -> str:
     return f"{file_stem(path or 'model')}.pt2"
 
 
-def pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages) -> None:
     """Writes a program for each graph. Raises: ExportError as ``qtk.export.pt2e``."""
     for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
         file = folder / pt2e_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
         program.export(graph, call, file, target=simulation.target)
+        begin("reading back")
         with read_back(file):
             program.compare_with_simulation(file, graph)
 
 
 def litert(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, io_codes: bool = False, run: bool = True
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *, io_codes: bool = False,
+    run: bool = True,
 ) -> None:
     """Writes a ``.tflite`` file for each graph, and warns of what it computes otherwise than the simulation.
 
@@ -47,6 +52,7 @@ def litert(
         simulation: the simulation.
         example_inputs: what the model runs on; a file has its lengths, and one row.
         folder: where the files are written.
+        stages: is told each stage when it begins.
         io_codes: take and return quantized inputs and outputs as codes.
         run: run each file on the example inputs, where ai-edge-litert is installed.
 
@@ -57,22 +63,51 @@ def litert(
     kind = RUNTIMES[LITERT]
     for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
         file = folder / kind.file_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
         litert_file.export(graph, call, file, target=simulation.target, codes=io_codes)
+        begin("reading back")
         with read_back(file):
             litert_file.compare_with_simulation(file, graph)
         if run and kind.missing is None:
-            _warn_of_departures(file, graph, call)
+            from qtk.runtimes.litert_file import LiteRtFile
+
+            begin("running")
+            _warn_of_departures(kind, lambda path, reasons, threads: LiteRtFile(path, reasons, threads=threads), file,
+                                graph, call)
 
 
-def _warn_of_departures(file: Path, graph: fx.GraphModule, call: Call) -> None:
+def coreai(
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, stages: Stages, *, run: bool = True
+) -> None:
+    """Writes an ``.aimodel`` directory for each graph, and warns of what it computes otherwise than the simulation.
+
+    Raises: ExportError as ``qtk.export.coreai.file``.
+    """
+    from qtk.export.coreai import file as coreai_file  # loaded here: few exports need it
+
+    kind = RUNTIMES[COREAI]
+    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
+        file = folder / kind.file_name(path)
+        begin = stages.of(file.name)
+        begin("writing")
+        coreai_file.export(graph, call, file, target=simulation.target)
+        begin("reading back")
+        with read_back(file):
+            coreai_file.compare_with_simulation(file, graph)
+        if run and kind.missing is None:
+            from qtk.runtimes.coreai_file import CoreAiFile
+
+            begin("running")
+            _warn_of_departures(kind, lambda path, reasons, threads: CoreAiFile(path, reasons, threads=threads), file,
+                                graph, call)
+
+
+def _warn_of_departures(kind: RuntimeKind, opener: Opener, file: Path, graph: fx.GraphModule, call: Call) -> None:
     """Warns where the runtime, as it comes, is farther from the simulation than float rounding explains."""
-    from qtk.runtimes.litert_file import LiteRtFile  # loaded here: few exports need it
-
-    kind = RUNTIMES[LITERT]
     expected = tensor_outputs(graph, call)
     quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
-    shipped = {kind.title: lambda path, reasons, threads: LiteRtFile(path, reasons, threads=threads)}
-    runs = RuntimeRuns(file, {}, shipped)
+    runs = RuntimeRuns(file, {}, {kind.title: opener})
     try:
         runs.compare(file_inputs(graph, call), [
             SimulatedValue(value, step_of(each, value)) for value, each in zip(expected, quantizers, strict=True)], {})

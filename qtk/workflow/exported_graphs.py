@@ -12,8 +12,18 @@ from qtk.calls.call_recording import record_calls
 from qtk.calls.calls import Call, with_rows
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.errors import EncodingError, ExportError
+from qtk.export.file_signature import file_stem
 from qtk.graph.graphs import roots
 from qtk.nn.eval_mode import evaluating
+
+
+def onnx_name(path: str) -> str:
+    """File name of a captured graph: ``model.onnx``, or an island's module path, see ``file_stem``.
+
+    >>> onnx_name("backbone.body"), onnx_name("conv/1")
+    ('backbone.body.onnx', 'conv%2F1.onnx')
+    """
+    return f"{file_stem(path or 'model')}.onnx"
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def verify_export(
             _refuse_other_calls(witnesses)
             for witness in witnesses:
                 witness.stop()
-                if latency.turns:
+                if latency.turns and kind.untimed is None:
                     witness.measure(latency, progress=progress)
             tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in deployed.quantizers.items()
                                        if not quantizer.static})
@@ -148,7 +148,7 @@ def _witnessing(
     graphs = roots(simulation.model)
     exported = {"": graphs[""]} if "" in graphs else graphs
     files = {directory / kind.file_name(path): graph for path, graph in exported.items()}
-    missing = next((path for path in files if not path.is_file()), None)
+    missing = next((path for path in files if not path.exists()), None)
     if missing is not None:
         raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=({kind.format!r},)")
     reasons = {site.name: reason for site, reason in simulation.plan.unquantized.items()}
@@ -201,15 +201,16 @@ def runtime_kind(runtime: str) -> RuntimeKind:
 def float_file(float_export: str | os.PathLike[str], file: Path) -> Path:
     """The float export of ``file``, which is ``float_export`` or in it. Raises: ExportError if there is none."""
     given = Path(float_export)
-    found = given / file.name if given.is_dir() else given
-    if not found.is_file():
+    found = given / file.name if given.is_dir() and given.suffix != file.suffix else given
+    if not found.exists():
         raise ExportError(f"there is no float export {found}; leave float_export out, or name the file or its folder")
     return found
 
 
 def size_bytes(file: Path) -> int:
-    """Size of an ONNX file with its external data."""
-    return sum(path.stat().st_size for path in (file, file.with_name(f"{file.name}.data")) if path.is_file())
+    """Size of a file, of an ONNX file with its external data, or of a directory that is one file of a runtime."""
+    parts = file.rglob("*") if file.is_dir() else (file, file.with_name(f"{file.name}.data"))
+    return sum(path.stat().st_size for path in parts if path.is_file())
 
 
 

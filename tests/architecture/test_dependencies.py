@@ -12,7 +12,7 @@ import pytest
 from tests.architecture.test_floors import MODULES, imports_of
 
 PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-MODULE_OF = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+MODULE_OF = {"pyyaml": "yaml", "scikit-learn": "sklearn", "coreai-core": "coreai"}
 """Distributions whose module has another name."""
 
 WITH_TORCH = {"setuptools", "triton"}

@@ -197,3 +197,11 @@ def test_a_runtime_that_is_missing_is_named(monkeypatch):
     sim, _ = products_of(nn.Linear(8, 8), x, "xnnpack")
     with pytest.raises(ExportError, match=r"ExecuTorch needs the package .*qtk\[executorch\]"):
         WholeLatency(sim.model, x).ratio(sim, progress=False)
+
+
+def test_a_runtime_whose_devices_are_elsewhere_gives_no_milliseconds(monkeypatch):
+    untimed = replace(runtime_of("onnxruntime"), untimed="it runs elsewhere for the numbers alone")
+    monkeypatch.setattr(latency, "runtime_of", lambda target: untimed)
+    sim, _ = products_of(nn.Linear(4, 2), torch.randn(8, 4))
+    with pytest.raises(ExportError, match=r"no milliseconds for the target onnxruntime: it runs .*bit_op"):
+        WholeLatency(sim.model, torch.randn(8, 4)).ratio(sim, progress=False)

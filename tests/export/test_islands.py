@@ -7,7 +7,7 @@ from torch import nn
 import qtk
 from qtk.atomic import MARKER
 from qtk.export.onnx.float_graph import read_names
-from qtk.workflow.export import onnx_name
+from qtk.workflow.exported_graphs import onnx_name
 from tests.capture.islands import SIZES, is_inside, simulated
 from tests.zoo.prepared import slow_but
 from tests.zoo.python import PYTHON

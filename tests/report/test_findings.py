@@ -192,3 +192,8 @@ def test_float_noise_in_its_own_simulation_explains_a_runtime():
     (finding,) = judge_alone([FileRun("LiteRT", "LiteRT 2.3", off)], Circumstances("litert", tolerance_db=18.0))
     assert finding.level is Level.YELLOW
     assert "float rounding in another order" in finding.cause
+
+
+def test_of_a_runtime_that_tells_nothing_no_product_is_said_to_be_in_integers():
+    (finding,) = judge_alone([run("Core AI", latency_ms=3.0, float_latency_ms=2.0)], Circumstances("coreai"))
+    assert finding.remedy == "the runtime does not tell which products it computes in integers"

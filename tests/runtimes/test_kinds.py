@@ -31,7 +31,8 @@ def test_a_missing_runtime_names_its_extra(name, monkeypatch, tmp_path):
 def test_extras_of_runtimes_are_those_of_the_package():
     from importlib.metadata import metadata
 
-    assert {kind.extra for kind in RUNTIMES.values()} <= {*metadata("qtk").get_all("Provides-Extra"), "litert"}
+    extras = {*metadata("qtk").get_all("Provides-Extra"), "litert", "coreai"}
+    assert {kind.extra for kind in RUNTIMES.values()} <= extras
 
 
 def test_a_target_without_a_runtime_of_its_own_is_timed_in_onnx_runtime():

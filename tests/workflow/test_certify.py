@@ -10,6 +10,8 @@ from qtk.report.verdict import Level
 from qtk.runtimes.kinds import RUNTIMES
 from qtk.workflow.certify import FLAGS, certify
 from qtk.workflow.verify_export import LatencyRequest
+from tests.export.coreai.small_file import needs_converter as needs_coreai
+from tests.export.coreai.small_file import small as small_coreai
 from tests.export.litert.small_file import needs_converter, small
 
 QUICK = LatencyRequest(turns=0)
@@ -72,3 +74,23 @@ def test_litert_is_compared_with_the_program_beside_it_and_a_changed_file_is_wor
     path.write_bytes(path.read_bytes() + b"\0")
     worse, _ = found.changes(certify(tmp_path / "out", [x], latency=QUICK, progress=False))
     assert worse == ["model.tflite has other bytes than were certified"]
+
+
+@needs_coreai
+def test_a_directory_that_is_one_file_is_certified_and_a_change_inside_it_is_worse(tmp_path):
+    import shutil
+
+    _, x, folder = small_coreai()
+    shutil.copytree(folder, tmp_path / "out")
+    found = certify(tmp_path / "out", [x], latency=QUICK, progress=False)
+    (run,) = (run for run in found.runs if run.way == "Core AI")
+    assert run.file == "model.aimodel"
+    assert run.beyond_one_step == 0
+    assert "model.aimodel/main.mlirb" in found.files
+    path = tmp_path / "out" / "model.aimodel" / "metadata.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    worse, _ = found.changes(certify(tmp_path / "out", [x], latency=QUICK, progress=False))
+    assert worse == ["model.aimodel/metadata.json has other bytes than were certified"]
+    (tmp_path / "out" / "model.pt2").unlink()
+    with pytest.raises(ExportError, match=r"model\.aimodel has no file beside it .*'pt2e'"):
+        certify(tmp_path / "out", [x])

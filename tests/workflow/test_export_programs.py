@@ -7,6 +7,7 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.litert.flatbuffer import LiteRtModel
+from qtk.runtimes.kinds import RUNTIMES
 from qtk.runtimes.litert_file import LiteRtFile
 from qtk.workflow import export_programs
 from qtk.workflow.export_programs import pt2e_name
@@ -48,7 +49,8 @@ def test_a_file_that_departs_is_warned_of(is_off, monkeypatch):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        export_programs._warn_of_departures(folder / "model.tflite", roots(sim.model)[""], Call((x,), {}, None))
+        export_programs._warn_of_departures(
+            RUNTIMES["litert"], folder / "model.tflite", roots(sim.model)[""], Call((x,), {}, None))
     said = [str(each.message) for each in caught if "model.tflite was written, but LiteRT" in str(each.message)]
     assert len(said) == is_off
     assert all("runtime='litert') finds the first tensor" in each for each in said)

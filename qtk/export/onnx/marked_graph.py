@@ -61,6 +61,7 @@ from qtk.nn.tap import Tap
 from qtk.operators.contents import Trait, contents
 from qtk.operators.targets import packed_call
 from qtk.ops.pack_padded import pack_padded
+from qtk.report.stages import Begin, unseen
 from qtk.torch_private import onnx_translations_kept, pytree
 
 DOMAIN, MARKER, DYNAMIC_LSTM = "qtk", "FakeQuantize", "DynamicLSTM"
@@ -103,6 +104,7 @@ def trace(
     *,
     opset: int,
     contrib_operators: bool = False,
+    begin: Begin = unseen,
 ) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
@@ -113,6 +115,7 @@ def trace(
     Raises: ExportError if torch cannot export the graph, or not to this opset, or activations are in blocks;
         CaptureError if the inputs are not nested as in the call the model was prepared with.
     """
+    begin("capturing")
     sites = list(sites)
     blocks = next((site for site in sites if isinstance(site.spec.granularity, PerTokenBlock)), None)
     if blocks is not None:
@@ -124,6 +127,7 @@ def trace(
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         leaves = input_leaves(model.graph, *split_inputs(example_inputs))
         program = _export(flat, [*leaves, *buffer_values(model).values()], free)
+        begin("translating")
         graph = _translate(program, opset)
     if not free:
         warn_of_fixed_axes(model.graph, program)

@@ -43,6 +43,7 @@ from qtk.export.onnx.stored_sites import FileSite, stored_sites
 from qtk.export.simulated_sites import SimulatedSite, compare_encoding, simulated_sites
 from qtk.graph.graphs import STATES
 from qtk.operators.contents import Trait, contents
+from qtk.report.stages import Begin, unseen
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def export(
     state_codes: bool = False,
     contrib_operators: bool = False,
     functions: bool = True,
+    begin: Begin = unseen,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -88,6 +90,7 @@ def export(
         contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``); it is
             for no other runtime then (``FilePurpose``).
         functions: whether the file may hold functions of its own (``folded_weights``).
+        begin: is told each stage, capturing, translating and writing, when it begins.
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -105,7 +108,8 @@ def export(
     reasons = ((site.name, needs_21(site.spec, stored=site.constant is not None)) for site in sites)
     reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
-    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators)
+    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators, begin=begin)
+    begin("writing")
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
