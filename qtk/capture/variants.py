@@ -70,7 +70,7 @@ def served_by_others(captured: Sequence[PreparedGraph], calls: Sequence[Call]) -
 
     Such a call, as of one token beside one of several, may have a graph that computes less.
     """
-    ones = [sum(leaf.shape.count(1) for leaf in pytree.tree_leaves((call.args, call.kwargs))  # type: ignore[attr-defined]
+    ones = [sum(leaf.shape.count(1) for leaf in pytree.tree_leaves((call.args, call.kwargs))
                 if isinstance(leaf, Tensor)) for call in calls]
     kinds = [*map(serving, captured)]
     return {index for index, kind in enumerate(kinds)
