@@ -9,14 +9,9 @@
 #include <structmember.h>
 
 #include <memory>
-#include <string_view>
 #include <vector>
 
 #include "fake_quantize.h"
-
-#define QTK_TEXT_OF(...) #__VA_ARGS__
-#define QTK_TEXT(...) QTK_TEXT_OF(__VA_ARGS__)
-#define QTK_PYTHON QTK_TEXT(PY_MAJOR_VERSION) "." QTK_TEXT(PY_MINOR_VERSION)
 
 namespace qtk {
 namespace {
@@ -90,7 +85,7 @@ PyType_Slot slots[] = {
 PyType_Spec spec{
     "qtk.BoundRange", sizeof(BoundRange), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, QTK_TEXT(TORCH_EXTENSION_NAME), nullptr, -1, nullptr,
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "qtk kernels", nullptr, -1, nullptr,
                        nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
@@ -100,10 +95,6 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT, QTK_TEXT(TORCH_EXTENSION_NAME), nu
 #define QTK_INIT(name) QTK_INIT_OF(name)
 
 PyMODINIT_FUNC QTK_INIT(TORCH_EXTENSION_NAME)() {
-  if (!std::string_view(Py_GetVersion()).starts_with(QTK_PYTHON ".")) {
-    PyErr_SetString(PyExc_ImportError, "built for Python " QTK_PYTHON);
-    return nullptr;
-  }
   PyObject* module = PyModule_Create(&qtk::definition);
   PyObject* type = module == nullptr ? nullptr : PyType_FromSpec(&qtk::spec);
   if (type == nullptr || PyModule_AddObject(module, "BoundRange", type) < 0) {

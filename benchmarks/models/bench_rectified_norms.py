@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import qtk
 from qtk.numerics.error import decibels
+from qtk.runtimes.session import create_session
 from qtk.transforms import foldable_batch_norms
 from qtk.transforms.foldable_batch_norms import _NotFoldable
 
@@ -89,10 +90,7 @@ def simulated(model: nn.Module, x: Tensor) -> tuple[qtk.QuantSim, float]:
 def exported(sim: qtk.QuantSim, folder: Path) -> tuple[onnxruntime.InferenceSession, int]:
     """A session of the file of a simulation, and the nodes that it executes."""
     sim.export(folder, formats=("onnx",), check=False, progress=False)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options)
+    session, _ = create_session(folder / "model.onnx", threads=1, optimized_file=folder / "optimized.onnx")
     return session, len(onnx.load(folder / "optimized.onnx").graph.node)
 
 

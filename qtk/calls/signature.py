@@ -1,6 +1,6 @@
 """The names of a prepared model's inputs and outputs, and the kinds of its calls.
 
-The kind of a call: which inputs are given, and what they are but their sizes and numbers. Each kind has a graph.
+The kind of a call: which inputs are given, and what they are but their sizes and numbers. A graph serves one kind.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _dotted(path: pytree.KeyPath) -> str:
 
 
 Kind: TypeAlias = Hashable
-"""Equal for calls that one graph can serve."""
+"""Equal for calls that one graph can serve, as far as it serves their sizes."""
 
 
 def signature_of(module: nn.Module) -> inspect.Signature | None:

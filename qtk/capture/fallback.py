@@ -55,13 +55,13 @@ class Surroundings:
         place: module path of the module in the whole model.
         owns_inputs: see ``capture``.
         train_only: the modules in the module that act in train mode only.
-        frees_ones: an axis of length 1 in the example is free where the module takes it longer.
+        ones: axes of length 1 that stay so; others are free where the module takes them longer.
     """
 
     place: str = ""
     owns_inputs: bool = False
     train_only: TrainOnly = field(default_factory=dict)
-    frees_ones: bool = True
+    ones: Collection[LeafAxis] = ()
 
 
 def capture_graph(
@@ -105,7 +105,7 @@ def capture_graph(
             if source is None:
                 return graph
             trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s),
-                             frees_ones=around.frees_ones)
+                             ones=around.ones)
             return _at_other_sizes(graph, source, trying, on_rung, verified)
         except OUT_OF_MEMORY:
             raise

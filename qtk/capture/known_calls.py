@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from qtk.calls.inputs import is_free
 from qtk.calls.served_sizes import SIZES, ServedSizes
 from qtk.calls.signature import is_plain
+from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.torch_private import pytree
 
@@ -30,7 +31,7 @@ class KnownCall:
         names: of the placeholders.
         captured: of each placeholder the kind of tensor, or the constant that is written into the graph.
         others: the numbers of leaves that no placeholder takes, defaults that were passed, each with its value.
-        before: what ``captured`` is in graphs that take calls of this kind first, because they serve fewer sizes.
+        before: ``captured`` and ``sizes`` of graphs that take calls of this kind first, because they serve fewer sizes.
     """
 
     structure: pytree.TreeSpec
@@ -41,27 +42,28 @@ class KnownCall:
     names: tuple[str, ...]
     captured: tuple[object, ...]
     others: tuple[tuple[int, object], ...]
-    before: tuple[tuple[object, ...], ...]
+    before: tuple[tuple[tuple[object, ...], ServedSizes], ...]
 
     def leaves(self, structure: pytree.TreeSpec, given: Sequence[object]) -> list[object] | None:
-        """The leaves of a call in the order of the placeholders; ``None`` if it is another kind of call.
-
-        Raises: CaptureError for sizes that the graph does not serve.
-        """
+        """The leaves of a call in the order of the placeholders; ``None`` if the graph may not be the one for it."""
         graph, sizes = self.graph, self.sizes
         if graph.revision != self.revision or graph.meta.get(SIZES) is not sizes or self.structure != structure:
             return None
         leaves = [given[index] for index in self.order]
         if not all(map(fits, leaves, self.captured)) or not all(fits(given[i], each) for i, each in self.others):
             return None
-        if any(all(map(fits, leaves, captured)) for captured in self.before):
+        if any(all(map(fits, leaves, captured)) and self._is_served(each, leaves) for captured, each in self.before):
             return None
-        if sizes is not None and (sizes.limits or sizes.names or sizes.values):
-            by_name = dict(zip(self.names, leaves, strict=True))
-            if sizes.other_values(by_name) is not None:
-                return None
-            sizes.check_call(by_name)
-        return leaves
+        return leaves if sizes is None or self._is_served(sizes, leaves) else None
+
+    def _is_served(self, sizes: ServedSizes, leaves: Sequence[object]) -> bool:
+        """Says whether a graph serves the sizes, and has the values, that leaves of its kinds have."""
+        if sizes.limits or sizes.names or sizes.values:
+            try:
+                sizes.check_call(dict(zip(self.names, leaves, strict=True)))
+            except CaptureError:
+                return False
+        return True
 
 
 class KnownCalls:
@@ -71,10 +73,7 @@ class KnownCalls:
         self._calls: list[KnownCall] = []
 
     def find(self, structure: pytree.TreeSpec, given: Sequence[object]) -> tuple[CapturedGraph, list[object]] | None:
-        """The graph that serves a call and the leaves in the order of its placeholders; ``None`` if it is not known.
-
-        Raises: CaptureError for sizes that the graph does not serve.
-        """
+        """The graph that serves a call and the leaves in the order of its placeholders; ``None`` if it is not known."""
         for call in self._calls:
             leaves = call.leaves(structure, given)
             if leaves is not None:
@@ -83,7 +82,7 @@ class KnownCalls:
 
     def add(
         self, graph: CapturedGraph, structure: pytree.TreeSpec, given: Sequence[object], ordered: Sequence[object],
-        before: Sequence[Mapping[str, object]] = (),
+        before: Sequence[tuple[Mapping[str, object], ServedSizes]] = (),
     ) -> None:
         """Keeps a call that was checked, if others of its structure need nothing but their leaves compared.
 
@@ -92,7 +91,7 @@ class KnownCalls:
             structure: of the arguments of the call.
             given: their leaves.
             ordered: the leaves in the order of the placeholders.
-            before: placeholder → kind of tensor in each graph that takes calls of this kind first.
+            before: of each graph that takes calls of this kind first, placeholder → kind of tensor, and its sizes.
         """
         places = {id(leaf): index for index, leaf in enumerate(given)}
         tensors = [id(leaf) for leaf in given if isinstance(leaf, Tensor)]
@@ -105,9 +104,11 @@ class KnownCalls:
                     isinstance(leaf, Tensor) or is_plain(leaf) for leaf in ordered):
                 return
             names = tuple(str(node.target) for node in nodes)
-            call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order, names,
-                             tuple(captured_kind(node) for node in nodes), others,
-                             tuple(tuple(captured[name] for name in names) for captured in before))
+            own = {name: captured_kind(node) for name, node in zip(names, nodes, strict=True)}
+            first = tuple((tuple(captured.get(name, kind) for name, kind in own.items()), sizes)
+                          for captured, sizes in before)
+            call = KnownCall(structure, graph, graph.revision, graph.meta.get(SIZES), order, names, tuple(own.values()),
+                             others, first)
             self._calls = [call, *self._calls[:MOST - 1]]
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:

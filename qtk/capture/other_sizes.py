@@ -180,7 +180,8 @@ class OtherSizes:
 
 
 def try_other_sizes(
-    model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float, frees_ones: bool = True
+    model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float,
+    ones: Collection[LeafAxis] = (),
 ) -> tuple[frozenset[LeafAxis], Call | None]:
     """Compares graph and module at other lengths of the free axes, and runs the module at others of the fixed ones.
 
@@ -193,7 +194,7 @@ def try_other_sizes(
         call: the call that it was captured with.
         cost_s: duration of one comparison at the sizes of ``call``, in seconds.
         budget_s: time for all trials, in seconds; one that is expected to exceed it is not begun.
-        frees_ones: whether to look for axes of length 1 that may be longer.
+        ones: axes of length 1 that stay so.
 
     Returns: the axes that are free in the graph, and for which it holds at the example's length alone; ``call`` with 2
         in place of 1 along axes that were asked to be free, if there are such and the module runs so.
@@ -206,7 +207,7 @@ def try_other_sizes(
     lines += [f"the graph serves sizes where {limit}" for limit in limits]
     lines += [f"length fixed at {trials.lengths[axis]}: at another the graph computes something else than the model "
               f"(axis {axis[1]} of input {axis[0]})" for axis in sorted(unfree)]
-    of_one = _of_one(trials, sizes) if frees_ones else []
+    of_one = [axis for axis in _of_one(trials, sizes) if (trials.numbers[axis[0]], axis[1]) not in ones]
     if not sizes.place:
         lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
                   for axis in of_one]

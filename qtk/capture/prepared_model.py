@@ -53,7 +53,7 @@ class PreparedModel(nn.Module):
 
     @property
     def examples(self) -> tuple[Call, ...]:
-        """The calls it was captured with, one of each kind, moved and converted with it."""
+        """The calls it was captured with, one for each graph, moved and converted with it."""
         examples: tuple[Call, ...] = self.meta.get(EXAMPLES, ())
         return examples
 
@@ -274,46 +274,49 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         if not self.variants:
             return self
         of_kind = self._of_kind(call_kind(self.meta.get(SIGNATURE), args, kwargs))
-        serving = of_kind if len(of_kind) < 2 else [graph for graph in of_kind if graph.takes(args, kwargs)]
-        if serving:
-            return serving[0]
+        if len(of_kind) == 1:
+            return of_kind[0]
         if torch.compiler.is_dynamo_compiling():
             raise CaptureError("which graph serves a call is found outside of compiled code; compile without "
                                "fullgraph=True")
         reasons = []
-        for graph in (self, *self.variants.values()):
-            try:
-                assert isinstance(graph, PreparedGraph)
-                graph._checked(args, kwargs)
+        for graph in _fewest_sizes_first(self, *self.variants.values()):
+            reason = graph.refusal(args, kwargs)
+            if reason is None:
                 return graph
-            except CaptureError as error:
-                reasons.append(f"{', '.join(input_names(graph))}: {error}")
+            reasons.append(f"{', '.join(input_names(graph))}: {reason}")
         raise CaptureError("\n  ".join(["no graph serves calls with such inputs; the model has one for", *reasons])
                            + "\nadd these inputs to the variants of qtk.prepare_model or qtk.QuantSim")
 
     def _of_kind(self, kind: Kind) -> list[PreparedGraph]:
         """The graphs for calls of a kind; the first of them that takes the sizes of a call serves it."""
-        found = [graph for graph in (self, *self.variants.values())
-                 if isinstance(graph, PreparedGraph) and graph.meta.get(KIND) == kind]
-        return sorted(found, key=lambda graph: fixed_sizes(graph.__dict__[CAPTURED]), reverse=True)
+        return [graph for graph in _fewest_sizes_first(self, *self.variants.values()) if graph.meta.get(KIND) == kind]
 
-    def _before(self, graph: CapturedGraph) -> list[Mapping[str, object]]:
-        """Returns what the graphs that take calls of the kind of ``graph`` first were captured for."""
+    def _before(self, graph: CapturedGraph) -> list[tuple[Mapping[str, object], ServedSizes]]:
+        """Returns what the graphs that take calls of the kind of ``graph`` first were captured for, and their sizes."""
         of_kind = self._of_kind(graph.meta.get(KIND)) if self.variants else []
-        return [each.__dict__[CAPTURED] for each in of_kind[:of_kind.index(graph)]] if graph in of_kind else []
+        earlier = of_kind[:of_kind.index(graph)] if graph in of_kind else []
+        return [(each.__dict__[CAPTURED], each.sizes) for each in earlier]
 
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Says whether it serves the sizes of a call of its kind."""
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
+        """Returns why it does not serve a call; ``None`` if it does."""
         try:
             self._checked(args, kwargs)
-        except CaptureError:
-            return False
-        return True
+        except CaptureError as error:
+            return error
+        return None
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
         """The values of the graph's inputs in a call of it, in order."""
         args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
         return input_leaves(self.graph, args, kwargs)
+
+
+def _fewest_sizes_first(*graphs: CapturedGraph) -> list[PreparedGraph]:
+    """The graphs in the order in which they are asked for a call: of most fixed lengths, then of limits, first."""
+    prepared = [graph for graph in graphs if isinstance(graph, PreparedGraph)]
+    return sorted(prepared, key=lambda graph: (*fixed_sizes(graph.__dict__[CAPTURED]), bool(graph.sizes.limits)),
+                  reverse=True)
 
 
 class PreparedTree(PreparedModel):

@@ -13,7 +13,7 @@ from qtk.calls.calls import Call, leaves_text
 from qtk.calls.signature import Kind
 from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
-from qtk.capture.free_shapes import DynamicShapes
+from qtk.capture.free_shapes import DynamicShapes, LeafAxis
 from qtk.capture.holders import Holder, holder, replace_module
 from qtk.capture.prepared_model import CAPTURED, KIND, KNOWN, REPORT, PreparedGraph, PreparedModel
 from qtk.capture.verify_prepared import RunResult, eval_difference
@@ -45,7 +45,7 @@ def refuse_equal_kinds(kinds: Sequence[Kind], calls: Sequence[Call]) -> None:
     """Refuses a variant that the graph of an earlier call serves.
 
     Args:
-        kinds: of each call its kind and the sizes that its graph serves, or has.
+        kinds: of each call its kind, with the sizes that its graph serves where each has one.
         calls: the example and the variants.
 
     Raises: CaptureError naming both.
@@ -56,25 +56,41 @@ def refuse_equal_kinds(kinds: Sequence[Kind], calls: Sequence[Call]) -> None:
         if earlier != index:
             of = "example_inputs" if earlier == 0 else f"variants[{earlier - 1}]"
             raise CaptureError(f"variants[{index - 1}] ({leaves_text((call.args, call.kwargs))}) is a call of the same "
-                               f"kind as {of}: equal inputs given, of equal ranks and dtypes, with equal flags and "
-                               "sizes that one graph serves; leave it out")
+                               f"kind as {of}: equal inputs given, of equal ranks and dtypes, with equal flags; "
+                               "one graph serves both, leave it out")
 
 
 def serving(graph: PreparedGraph) -> Kind:
     """The kind of the calls that a graph serves, with the sizes that it serves."""
+    return _free(graph), tuple(map(str, graph.sizes.limits))
+
+
+def _free(graph: PreparedGraph) -> Kind:
     return graph.meta[KIND], frozenset(vars(graph)[CAPTURED].items())
 
 
-def served_by_others(captured: Sequence[PreparedGraph], calls: Sequence[Call]) -> Collection[int]:
-    """The numbers of calls that the graph of another call serves, and that have more axes of length 1 than that call.
+def served_by_others(captured: Sequence[PreparedGraph], calls: Sequence[Call]) -> dict[int, frozenset[LeafAxis]]:
+    """The numbers of calls that the graph of another call serves too, with their axes that have length 1 there alone.
 
-    Such a call, as of one token beside one of several, may have a graph that computes less.
+    Such a call, as of one token beside one of several, may have a graph that computes less. Of two calls that differ so
+    along several axes it is the call whose first such axis, behind the batch, has length 1.
     """
-    ones = [sum(leaf.shape.count(1) for leaf in pytree.tree_leaves((call.args, call.kwargs))
-                if isinstance(leaf, Tensor)) for call in calls]
-    kinds = [*map(serving, captured)]
-    return {index for index, kind in enumerate(kinds)
-            if any(other == kind and ones[index] > ones[number] for number, other in enumerate(kinds))}
+    found: dict[int, frozenset[LeafAxis]] = {}
+    for index, call in enumerate(calls):
+        for graph, other in zip(captured, calls, strict=True):
+            shorter, longer = _ones(call, other), _ones(other, call)
+            is_first = shorter and (not longer or min(shorter) < min(longer))
+            if is_first and _free(graph) == _free(captured[index]) and graph.refusal(call.args, call.kwargs) is None:
+                found.setdefault(index, frozenset(shorter))
+    return found
+
+
+def _ones(call: Call, other: Call) -> set[LeafAxis]:
+    """The axes, behind the batch, that have length 1 in a call and another one in another call of its kind."""
+    pairs = zip(*(pytree.tree_leaves((each.args, each.kwargs)) for each in (call, other)), strict=False)
+    return {(number, axis) for number, (mine, its) in enumerate(pairs)
+            if isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.ndim == its.ndim
+            for axis in range(1, mine.ndim) if mine.shape[axis] == 1 != its.shape[axis]}
 
 
 def join_variants(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from setuptools import Extension
 
-NAME = "_native_8"
-"""The number goes up when Python and C++ must change together; ``backends.py`` looks for it."""
+NAME = "_native_8_cp{}{}".format(*sys.version_info)
+"""The number goes up when Python and C++ must change together, and a library serves one Python; ``backends.py``
+looks for the file of this name."""
 
 # no OpenMP library is linked: symbols and threads come from the OpenMP library that torch has loaded
 COMPILE_ARGS = ("-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

@@ -124,8 +124,8 @@ def prepare_model(
         modules_to_exclude: submodules, or their names, or one name, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
-    Raises: CaptureError if the model does not run, cannot have the given dynamic shapes, or two variants are of one
-        kind; VerificationError if no rung of the ladder computes what the model computes.
+    Raises: CaptureError if the model does not run, cannot have the given dynamic shapes, or one graph serves two
+        variants; VerificationError if no rung of the ladder computes what the model computes.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
@@ -284,16 +284,14 @@ def _captured(
     try:
         captured = [capturing([call], expected=outcome, around=around)
                     for call, outcome in zip(calls, expected, strict=True)]
-        for index in served_by_others(captured, calls):
+        for index, axes in served_by_others(captured, calls).items():
             captured[index] = capturing([calls[index]], expected=expected[index],
-                                        around=replace(around, frees_ones=False))
+                                        around=replace(around, ones=axes))
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             text = _registration(calls, expected)  # explicit dynamic shapes are for one graph
             raise error if text is None else CaptureError(f"{error}\n  {text}") from error
-        kinds = [call_kind(signature_of(model), call.args, call.kwargs) for call in calls]
-        sizes = [leaves_text((call.args, call.kwargs)) for call in calls]
-        refuse_equal_kinds([*zip(kinds, sizes, strict=True)], calls)
+        refuse_equal_kinds([call_kind(signature_of(model), call.args, call.kwargs) for call in calls], calls)
         paths = set().union(*excluded)
         tree = capture_tree(model, calls, dynamic_shapes, error, expected=expected, excluded=paths,
                             train_only=train_only)

@@ -278,6 +278,84 @@ def test_a_call_of_one_frame_has_a_graph_beside_calls_of_any_number(calls):
                 assert torch.equal(each(x, x) if frames > 1 else each(x), model(x, x) if frames > 1 else model(x))
 
 
+class Few(Frames):
+    """The code of one frame is for at most three rows."""
+
+    def forward(self, x, bias=None):
+        x = self.proj(x)
+        return torch.tanh(x) if x.shape[1] == 1 and x.shape[0] <= 3 else torch.cumsum(x, 1)
+
+
+@pytest.mark.medium
+def test_sizes_that_a_graph_refuses_go_to_another_whatever_came_before():
+    model = Few().eval()
+    main = prepare_model(model, torch.randn(6, 5, 8), variants=[(torch.randn(2, 1, 8),)], dynamic_shapes="all")
+    for order in ((2, 8), (8, 2)):
+        each = copy.deepcopy(main)
+        for rows in (*order, *order, *order):
+            x = torch.randn(rows, 1, 8)
+            assert torch.equal(each(x), model(x))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("calls", [((SEVERAL, None), (ONE,)), ((ONE,), (SEVERAL, None)), ((ONE, None), (SEVERAL,))])
+def test_a_default_that_one_of_two_calls_passes_makes_no_difference(calls):
+    model = Frames().eval()
+    main = prepare_model(model, calls[0], variants=[calls[1]], dynamic_shapes="all")
+    for frames in (1, 4, 1):
+        x = torch.randn(2, frames, 8)
+        for _ in range(2):
+            assert torch.equal(main(x), model(x))
+            assert torch.equal(main(x, None), model(x))
+
+
+class Cached(nn.Module):
+    """One token by other code than several, behind any number of kept ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x, kept):
+        x = self.proj(x)
+        x = torch.tanh(x) if x.shape[1] == 1 else torch.cumsum(x, 1)
+        return x + kept.sum(1, keepdim=True), torch.cat([kept, x], 1)
+
+
+@pytest.mark.medium
+def test_the_call_of_one_token_is_told_by_the_tokens_not_by_the_cache():
+    model = Cached().eval()
+    several, one = (torch.randn(2, 5, 8), torch.randn(2, 1, 8)), (torch.randn(2, 1, 8), torch.randn(2, 6, 8))
+    main = prepare_model(model, several, variants=[one], dynamic_shapes="all")
+    for tokens, kept in ((5, 1), (4, 7), (1, 6), (1, 3), (2, 2)):
+        call = torch.randn(3, tokens, 8), torch.randn(3, kept, 8)
+        for got, wanted in zip(main(*call), model(*call), strict=True):
+            assert torch.equal(got, wanted)
+
+
+class Long(Frames):
+    def forward(self, x, bias=None):
+        x = self.proj(x)
+        return torch.tanh(x) if x.shape[1] > 8 else torch.cumsum(x, 1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("frames", [5, 1])
+def test_sizes_that_one_graph_does_not_serve_have_a_graph_of_their_own(frames):
+    model = Long().eval()
+    main = prepare_model(model, torch.randn(2, 10, 8), variants=[(torch.randn(2, frames, 8),)], dynamic_shapes="all")
+    for length in (12, 3, 5, 1, 9):
+        x = torch.randn(2, length, 8)
+        assert torch.equal(main(x), model(x))
+
+
+@pytest.mark.medium
+def test_graphs_that_differ_in_sizes_are_chosen_outside_of_compiled_code():
+    main = prepare_model(Frames().eval(), SEVERAL, variants=[(ONE,)], dynamic_shapes="all")
+    assert torch.equal(torch.compile(main, backend="eager")(ONE), main(ONE))
+    assert torch.equal(torch.compile(main, backend="eager")(SEVERAL), main(SEVERAL))
+
+
 @pytest.mark.medium
 def test_calls_of_other_fixed_sizes_have_a_graph_each():
     model = Frames().eval()
@@ -294,7 +372,7 @@ def test_what_cannot_be_variants_is_refused():
     model, labels = Labelled().eval(), torch.tensor([0, 1])
     with pytest.raises(CaptureError, match=r"variants\[1\].* is a call of the same kind as variants\[0\]"):
         prepare_model(model, CUBE, variants=[(CUBE, labels), {"labels": labels, "x": CUBE}])
-    with pytest.raises(CaptureError, match=r"sizes that one graph serves; leave it out"):
+    with pytest.raises(CaptureError, match=r"one graph serves both, leave it out"):
         prepare_model(Frames().eval(), SEVERAL, variants=[(torch.randn(2, 7, 8),)], dynamic_shapes="all")
     with pytest.raises(CaptureError, match="explicit dynamic_shapes describe one graph"):
         prepare_model(model, CUBE, variants=[(CUBE, labels)], dynamic_shapes={"x": None, "labels": None})

@@ -33,7 +33,14 @@ def test_the_index_says_which_channel_an_element_multiplies() -> None:
 
 
 def test_scale_and_shift_absorb_on_both_sides() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 2, padding=1))
+    """Of a norm behind a rectifier that something else reads too, whose scale stays."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(m.first(x))
+        return m.last(torch.relu(m.norm(y))) + m.beside(y)
+
+    model = net(forward, first=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3), last=nn.Conv2d(3, 2, 2, padding=1),
+                beside=nn.Conv2d(3, 2, 2, padding=1))
     prepared = prepare(randomized(model), batch(2, 4, 4))
     qtk.fold_batch_norms(prepared)
     scaled = Scaled(prepared, batch(2, 4, 4), prepared=True)

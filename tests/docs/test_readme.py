@@ -78,7 +78,7 @@ QUESTIONS = {
     "Does it run W4A8?": "which runtimes multiply int4 weights as integers",
     "Which configuration keys exist?": "which configuration keys exist",
     "W8A8 of a language model?": "int8 weights and activations (w8a8)",
-    "How do I save it?": "or save it",
+    "How do I save and load a simulation?": "or save it",
     "From torchao, ModelOpt, NNCF": "from torchao, modelopt, nncf or llm-compressor",
     "Padding?": "padding",
     "What without data?": "without data",
