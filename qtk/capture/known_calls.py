@@ -45,7 +45,7 @@ class KnownCall:
     before: tuple[tuple[tuple[object, ...], ServedSizes], ...]
 
     def leaves(self, structure: pytree.TreeSpec, given: Sequence[object]) -> list[object] | None:
-        """The leaves of a call in the order of the placeholders; ``None`` if the graph may not be the one for it."""
+        """The leaves of a call in the order of the placeholders; ``None`` if another graph may be for it."""
         graph, sizes = self.graph, self.sizes
         if graph.revision != self.revision or graph.meta.get(SIZES) is not sizes or self.structure != structure:
             return None
