@@ -35,14 +35,13 @@ from qtk.errors import ExportError, first_line
 from qtk.export.free_axes import doubled, file_axes, free_axes, warn_of_fixed_axes, warn_of_written_values
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
-from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites
+from qtk.export.simulated_sites import SimulatedSite, compare_stored_sites, simulated_sites
 from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, UnfoldedSite, has_ops
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
 from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.eval_mode import evaluating
-from qtk.numerics.codes import codes_of
 from qtk.operators.targets import attribute, packed_call
 from qtk.ops import fake_quantize_float, onnx_form
 from qtk.ops.pack_padded import pack_padded
@@ -134,15 +133,7 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
     Raises: ExportError naming the site of the first difference.
     """
     sites = {site.name: site for site in simulated_sites(model) if _has_ops(site)}
-    stored = {name: (encoding, codes) for name, encoding, codes in _stored_sites(path)}
-    simulated = {name: site.encoding for name, site in sites.items() if site.encoding is not None}
-    compare_encodings({name: encoding for name, (encoding, _) in stored.items()}, simulated)
-    for name, (encoding, codes) in stored.items():
-        constant = sites[name].constant
-        if (codes is None) != (constant is None):
-            raise ExportError(f"{name} is a constant in one of file and simulation alone")
-        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant.cpu(), encoding)):
-            raise ExportError(f"{name}: the stored integers differ from the codes of the simulation")
+    compare_stored_sites({name: (encoding, codes) for name, encoding, codes in _stored_sites(path)}, sites)
 
 
 def _has_ops(site: SimulatedSite) -> bool:

@@ -22,6 +22,7 @@ from qtk.graph.written_buffers import is_input
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics import dynamic
 from qtk.numerics.affine import expand
+from qtk.numerics.codes import codes_of
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
@@ -121,6 +122,23 @@ def step_of(quantizer: Quantizer | None, value: Tensor, before: Tensor | None = 
 
 
 CPU = torch.device("cpu")
+
+
+def compare_stored_sites(
+    stored: Mapping[str, tuple[Encoding, Tensor | None]], simulated: Mapping[str, SimulatedSite]
+) -> None:
+    """Compares what a file holds with a simulation: encodings, and the codes of constants.
+
+    Raises: ExportError naming the site of the first difference.
+    """
+    compare_encodings({name: encoding for name, (encoding, _) in stored.items()},
+                      {name: site.encoding for name, site in simulated.items() if site.encoding is not None})
+    for name, (encoding, codes) in stored.items():
+        constant = simulated[name].constant
+        if (codes is None) != (constant is None):
+            raise ExportError(f"{name} is a constant in one of file and simulation alone")
+        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant.cpu(), encoding)):
+            raise ExportError(f"{name}: the stored integers differ from the codes of the simulation")
 
 
 def compare_encodings(stored: Mapping[str, Encoding], simulated: Mapping[str, Encoding]) -> None:

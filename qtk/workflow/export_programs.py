@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import fx
@@ -18,6 +19,7 @@ from qtk.graph.simulation import Simulation
 from qtk.report.difference import is_close
 from qtk.report.stages import Stages
 from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
+from qtk.runtimes.loaded_file import LoadedFile
 from qtk.runtimes.runtime_runs import Opener, RuntimeRuns
 from qtk.runtimes.tolerance import tolerance_db
 from qtk.workflow.exported_graphs import graph_calls, read_back
@@ -59,22 +61,16 @@ def litert(
     Raises: ExportError as ``qtk.export.litert.file``.
     """
     from qtk.export.litert import file as litert_file  # loaded here: few exports need it
+    from qtk.runtimes.litert_file import LiteRtFile
 
-    kind = RUNTIMES[LITERT]
-    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
-        file = folder / kind.file_name(path)
-        begin = stages.of(file.name)
-        begin("writing")
+    def export(graph: fx.GraphModule, call: Call, file: Path) -> None:
         litert_file.export(graph, call, file, target=simulation.target, codes=io_codes)
-        begin("reading back")
-        with read_back(file):
-            litert_file.compare_with_simulation(file, graph)
-        if run and kind.missing is None:
-            from qtk.runtimes.litert_file import LiteRtFile
 
-            begin("running")
-            _warn_of_departures(kind, lambda path, reasons, threads: LiteRtFile(path, reasons, threads=threads), file,
-                                graph, call)
+    def opener(path: Path, reasons: Mapping[str, str], threads: int) -> LoadedFile:
+        return LiteRtFile(path, reasons, threads=threads)
+
+    graphs = graph_calls(simulation.model, example_inputs)
+    _written(RUNTIMES[LITERT], graphs, folder, stages, export, litert_file.compare_with_simulation, opener, run=run)
 
 
 def coreai(
@@ -85,22 +81,35 @@ def coreai(
     Raises: ExportError as ``qtk.export.coreai.file``.
     """
     from qtk.export.coreai import file as coreai_file  # loaded here: few exports need it
+    from qtk.runtimes.coreai_file import CoreAiFile
 
-    kind = RUNTIMES[COREAI]
-    for path, (graph, call) in graph_calls(simulation.model, example_inputs).items():
+    def export(graph: fx.GraphModule, call: Call, file: Path) -> None:
+        coreai_file.export(graph, call, file, target=simulation.target)
+
+    def opener(path: Path, reasons: Mapping[str, str], threads: int) -> LoadedFile:
+        return CoreAiFile(path, reasons, threads=threads)
+
+    graphs = graph_calls(simulation.model, example_inputs)
+    _written(RUNTIMES[COREAI], graphs, folder, stages, export, coreai_file.compare_with_simulation, opener, run=run)
+
+
+def _written(
+    kind: RuntimeKind, graphs: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path, stages: Stages,
+    export: Callable[[fx.GraphModule, Call, Path], object], compare: Callable[[Path, fx.GraphModule], None],
+    opener: Opener, *, run: bool,
+) -> None:
+    """Writes a file of a runtime for each graph, reads it back, and runs it where the runtime is installed."""
+    for path, (graph, call) in graphs.items():
         file = folder / kind.file_name(path)
         begin = stages.of(file.name)
         begin("writing")
-        coreai_file.export(graph, call, file, target=simulation.target)
+        export(graph, call, file)
         begin("reading back")
         with read_back(file):
-            coreai_file.compare_with_simulation(file, graph)
+            compare(file, graph)
         if run and kind.missing is None:
-            from qtk.runtimes.coreai_file import CoreAiFile
-
             begin("running")
-            _warn_of_departures(kind, lambda path, reasons, threads: CoreAiFile(path, reasons, threads=threads), file,
-                                graph, call)
+            _warn_of_departures(kind, opener, file, graph, call)
 
 
 def _warn_of_departures(kind: RuntimeKind, opener: Opener, file: Path, graph: fx.GraphModule, call: Call) -> None:

@@ -71,7 +71,7 @@ QUESTIONS = {
     "How do I stop and resume?": "how do i stop and resume",
     "What do green, yellow, red mean?": "green, yellow and red",
     "How do I compare two exported folders": "compare two exported folders",
-    "for TensorRT": "tensorrt",
+    "Core AI, TensorRT": "tensorrt",
     "for AIMET's converters": "aimet's converters",
     "(recipes)": "recipes",
     "for OpenVINO": "openvino",

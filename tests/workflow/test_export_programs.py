@@ -50,7 +50,8 @@ def test_a_file_that_departs_is_warned_of(is_off, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         export_programs._warn_of_departures(
-            RUNTIMES["litert"], folder / "model.tflite", roots(sim.model)[""], Call((x,), {}, None))
+            RUNTIMES["litert"], lambda path, reasons, threads: LiteRtFile(path, reasons, threads=threads),
+            folder / "model.tflite", roots(sim.model)[""], Call((x,), {}, None))
     said = [str(each.message) for each in caught if "model.tflite was written, but LiteRT" in str(each.message)]
     assert len(said) == is_off
     assert all("runtime='litert') finds the first tensor" in each for each in said)

@@ -25,7 +25,7 @@ from qtk.export.coreai.stored_codes import DequantizedValue, StoredCodes
 from qtk.export.file_signature import file_signature
 from qtk.export.pt2e import exported_program
 from qtk.export.pt2e_contents import TARGET
-from qtk.export.simulated_sites import SimulatedSite, compare_encodings, simulated_sites
+from qtk.export.simulated_sites import SimulatedSite, compare_stored_sites, simulated_sites
 from qtk.export.site_ops import has_ops
 from qtk.graph.written_buffers import written_buffers
 from qtk.numerics.codes import codes_of, storage_dtype
@@ -74,15 +74,7 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
     Raises: ExportError naming the site of the first difference.
     """
     sites = {site.name: site for site in simulated_sites(model) if _has_ops(site)}
-    stored = {name: (encoding, codes) for name, encoding, codes in _stored_sites(path)}
-    compare_encodings({name: encoding for name, (encoding, _) in stored.items()},
-                      {name: site.encoding for name, site in sites.items() if site.encoding is not None})
-    for name, (encoding, codes) in stored.items():
-        constant = sites[name].constant
-        if (codes is None) != (constant is None):
-            raise ExportError(f"{name} is a constant in one of file and simulation alone")
-        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant.cpu(), encoding)):
-            raise ExportError(f"{name}: the stored integers differ from the codes of the simulation")
+    compare_stored_sites({name: (encoding, codes) for name, encoding, codes in _stored_sites(path)}, sites)
 
 
 def _has_ops(site: SimulatedSite) -> bool:
