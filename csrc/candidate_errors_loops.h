@@ -34,4 +34,24 @@ struct Measure {
 QTK_DECLARE_ERRORS(float)
 QTK_DECLARE_ERRORS(double)
 
+// Candidates for the scale of one row, and the least that their errors can be.
+struct RowCandidates {
+  const double* scale;
+  const double* zero;
+  double* bounds;
+  int64_t count;
+};
+
+// `row_bounds` sums the squared errors of a few elements near the ends of a row, where a narrow range clips: no sum over
+// the whole row is smaller. `row_error` is the sum over the row, in the order of `errors_rows`, or any number above `most`
+// once it is above. Both are in double.
+#define QTK_DECLARE_ROW(T)                                                                                   \
+  void row_bounds(const T* x, int64_t width, RowCandidates candidates, Measure<double> measure);             \
+  double row_error(const T* x, int64_t width, double scale, double zero, Measure<double> measure, double most);
+
+QTK_DECLARE_ROW(double)
+QTK_DECLARE_ROW(float)
+QTK_DECLARE_ROW(BFloat16)
+QTK_DECLARE_ROW(Half)
+
 }  // namespace qtk

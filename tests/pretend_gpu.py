@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qtk.numerics import statistics
-from qtk.ops import least_output_error
+from qtk.ops import least_candidate, least_output_error
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -38,6 +38,7 @@ COPIES = "_to_copy", "to"
 """Copies to a device; the second within ops, where nothing takes it apart."""
 
 WITHOUT_KERNEL = {"qtk::histogram_of_squares": statistics.histogram_of_squares,
+                  "qtk::least_candidate": least_candidate._reference,
                   "qtk::least_output_error": least_output_error._reference}
 """Ops of qtk whose reference runs on GPUs."""
 

@@ -35,7 +35,6 @@ import qtk
 MODELS = ("vit_small_patch16_224", "resnet50")
 SCHEMES = ("min_max", "moving_average", "percentile", "mse", "activation_mse", "entropy", "tf_enhanced")
 ORIGINAL = "original fp32 forward"
-BATCH_SIZE = 8
 
 
 def forward(model: nn.Module, batches: list[Tensor]) -> None:
@@ -44,10 +43,12 @@ def forward(model: nn.Module, batches: list[Tensor]) -> None:
             model(batch)
 
 
-def measure(name: str, schemes: list[str], num_batches: int, repeats: int, progress: tqdm) -> list[dict[str, object]]:
+def measure(
+    name: str, schemes: list[str], num_batches: int, batch_size: int, repeats: int, progress: tqdm
+) -> list[dict[str, object]]:
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
-    batches = [torch.randn(BATCH_SIZE, *model.default_cfg["input_size"]) for _ in range(num_batches)]
+    batches = [torch.randn(batch_size, *model.default_cfg["input_size"]) for _ in range(num_batches)]
     prepared = qtk.prepare_model(model, batches[0])
     sims = {scheme: qtk.QuantSim(prepared, batches[0], scheme=scheme) for scheme in schemes}
     actions: dict[str, Callable[[], object]] = {ORIGINAL: lambda: forward(model, batches)}
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, help="timm names")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv", type=Path, help="file to write")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
@@ -124,9 +126,10 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     with tqdm(total=(len(arguments.schemes) + 1) * arguments.repeats * len(arguments.models), unit="run") as progress:
         for name in arguments.models:
-            rows += measure(name, list(arguments.schemes), arguments.batches, arguments.repeats, progress)
+            rows += measure(name, list(arguments.schemes), arguments.batches, arguments.batch_size, arguments.repeats,
+                            progress)
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "batches": arguments.batches, "batch_size": BATCH_SIZE, "repeats": arguments.repeats}
+               "batches": arguments.batches, "batch_size": arguments.batch_size, "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
     for heading in ("model", "sites", "action", "median, s", "× fp32", "lowest", "highest"):
         table.add_column(heading, justify="left" if heading in ("model", "action") else "right")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtk.calibrators.search import SampleErrors, choose_all
+from qtk.calibrators.search import choose_all
 from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
@@ -19,6 +19,7 @@ from qtk.observers.observer import Observer
 from qtk.observers.raw_values import RawValues
 from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.observers.weighted_samples import WeightedSamples
+from qtk.ops.least_candidate import least_candidate
 from qtk.public import public
 
 MOST_STEPS = 1_000
@@ -63,16 +64,16 @@ class ActivationMse:
         if isinstance(spec.dtype, FloatDtype):  # its steps follow the values
             return covering_range(samples.low, samples.high, spec)
         low, high = samples.low.clamp(max=0), samples.high.clamp(min=0)  # a range holds 0
-        errors = SampleErrors(samples, spec)
         fraction = torch.arange(1, self.steps + 1, dtype=torch.float64, device=low.device)[:, None] / self.steps
         lows, highs = low * fraction, high * fraction
-        low, high = self._best(errors, lows, highs)
+        low, high = self._best(samples, spec, lows, highs)
         for _ in range(0 if spec.symmetric else ROUNDS):
-            low, high = self._best(errors, lows, high.expand_as(lows))
-            low, high = self._best(errors, low.expand_as(highs), highs)
+            low, high = self._best(samples, spec, lows, high.expand_as(lows))
+            low, high = self._best(samples, spec, low.expand_as(highs), highs)
         return covering_range(low, high, spec)
 
-    def _best(self, errors: SampleErrors, lows: Tensor, highs: Tensor) -> tuple[Tensor, Tensor]:
+    def _best(self, samples: WeightedSamples, spec: QuantSpec, lows: Tensor, highs: Tensor) -> tuple[Tensor, Tensor]:
         """The ends of least error. Shape: [candidates, scales]; results [scales]."""
-        best = errors.least(*covering_range(lows, highs, errors.spec))
+        best = least_candidate(samples.values, *covering_range(lows, highs, spec), int(spec.qmin), int(spec.qmax),
+                               counts=samples.counts)[None]
         return lows.gather(0, best)[0], highs.gather(0, best)[0]

@@ -20,17 +20,10 @@ from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.raw_values import RawValues
 from qtk.observers.weighted_samples import WeightedSamples
-from qtk.ops.candidate_errors import candidate_errors
+from qtk.ops.least_candidate import least_candidate
 
 AT_ONCE = 1 << 20
-"""Samples searched together: 8 MiB of values in float64, and as much of counts."""
-
-FINALISTS = 8
-ROUGHLY = 1e-3
-"""Bound of the relative error of sums in float32, where a step is many units in the last place."""
-DIGIT = 2.0**-21
-"""Bound of the rounding error of one x - x̂ in float32, relative to x."""
-FEW_CODES = 1 << 10
+"""Samples searched together."""
 
 Sampled: TypeAlias = Histogram | RawValues
 """Observers that keep the distribution of the values of a scale."""
@@ -75,7 +68,8 @@ def least_error(
         if isinstance(spec.dtype, FloatDtype):
             return covering_range(samples.low, samples.high, spec)
         scales, zero_points = propose(samples.low, samples.high, spec)
-        best = SampleErrors(samples, spec, norm, clipped).least(scales, zero_points)
+        best = least_candidate(samples.values, scales, zero_points, int(spec.qmin), int(spec.qmax), norm=norm,
+                               counts=samples.counts, clipped=clipped)[None]
         return scales.gather(0, best)[0], None if zero_points is None else zero_points.gather(0, best)[0]
 
     return choose_all(observers, specs, choose)
@@ -111,54 +105,6 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
     for same_kind in waiting.values():
         decide(same_kind)
     return encodings_to([encodings[number] for number in range(len(specs))], device)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleErrors:
-    """Errors of candidates, summed over samples, for one spec and norm; ``clipped`` weighs errors of clipped values."""
-
-    samples: WeightedSamples
-    spec: QuantSpec
-    norm: float = 2.0
-    clipped: float = 1.0
-
-    def least(self, scales: Tensor, zero_points: Tensor | None) -> Tensor:
-        """The first candidate of least error in float64. Shape: [1, scales].
-
-        Long sums are computed in float32 first, and only the finalists in float64. Whether the outermost value is
-        clipped may depend on its last bit: where clipping has a weight of its own, all sums are in float64.
-        """
-        many_codes = self.spec.qmax - self.spec.qmin >= FEW_CODES
-        if self.samples.counts is not None or self.clipped != 1 or many_codes or len(scales) <= 2 * FINALISTS:
-            return self.sums(scales, zero_points, torch.float64).argmin(0, keepdim=True)
-        rough = self.sums(scales, zero_points, torch.float32)
-        digit = torch.maximum(self.samples.high, -self.samples.low) * DIGIT
-        lost = self.samples.values.shape[1] * digit**self.norm
-        is_close = rough <= rough.amin(0) * (1 + ROUGHLY) + lost
-        rank = torch.arange(len(scales), 0, -1, device=rough.device)[:, None]  # the first is the highest
-        finalists = torch.where(is_close, rank, 0).topk(FINALISTS, 0).indices.sort(0).values
-        zeros = None if zero_points is None else zero_points.gather(0, finalists)
-        sums = self.sums(scales.gather(0, finalists), zeros, torch.float64)
-        best = finalists.gather(0, sums.argmin(0, keepdim=True))
-        has_many = is_close.sum(0) > FINALISTS
-        if bool(has_many.any()):
-            remaining = replace(self, samples=self.samples.of(has_many))
-            zeros = None if zero_points is None else zero_points[:, has_many]
-            best[:, has_many] = remaining.sums(scales[:, has_many], zeros, torch.float64).argmin(0, keepdim=True)
-        return best
-
-    def sums(self, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Shape: [candidates, scales]."""
-        samples, spec = self.samples, self.spec
-        errors = torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
-        for begin in range(0, samples.values.shape[1], AT_ONCE):
-            here = slice(begin, begin + AT_ONCE)
-            errors += candidate_errors(
-                samples.values[:, here].to(dtype), scales.to(dtype), zero_points, (1, -1), int(spec.qmin),
-                int(spec.qmax), norm=self.norm,
-                importance=None if samples.counts is None else samples.counts[:, here], clipped=self.clipped,
-            )
-        return errors
 
 
 @dataclass(frozen=True, slots=True)

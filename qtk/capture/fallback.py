@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph
 from qtk.capture.recurrent_tracing import takes_packed
 from qtk.capture.restored import restored
-from qtk.capture.scans import scans_as_ops
+from qtk.capture.scans import loops_of, scans_as_ops
 from qtk.capture.torch_export import RUNGS, Capture, capture
 from qtk.capture.train_mode.train_only import TrainOnly, as_ops
 from qtk.capture.verify_prepared import RunResult, difference_over_calls
@@ -56,12 +57,14 @@ class Surroundings:
         owns_inputs: see ``capture``.
         train_only: the modules in the module that act in train mode only.
         ones: axes of length 1 that stay so; others are free where the module takes them longer.
+        loops: a call that was run, and the functions that may be recurrences in it, as ``loops_of``.
     """
 
     place: str = ""
     owns_inputs: bool = False
     train_only: TrainOnly = field(default_factory=dict)
     ones: Collection[LeafAxis] = ()
+    loops: tuple[Call, Sequence[FunctionType]] | None = None
 
 
 def capture_graph(
@@ -187,7 +190,11 @@ def _on_rung(
         else:
             capturing = partial(capture, model, call.args, call.kwargs, rungs=(rung,), owns_inputs=around.owns_inputs,
                                 unfree=unfree)
-            with as_ops(model, train_only), scans_as_ops(model, call) as scans:
+            known_call, functions = around.loops or (None, ())
+            with (
+                as_ops(model, train_only),
+                scans_as_ops(functions if call is known_call else loops_of(model, call)) as scans,
+            ):
                 captured, known = _with_known_inputs(model, call, capturing, dynamic_shapes,
                                                      can=not place and rung == RUNGS[0])
             graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only,

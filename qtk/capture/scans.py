@@ -41,7 +41,7 @@ from qtk.capture.scan_trials import (
     is_deeper,
     sizes_of_results,
 )
-from qtk.capture.verify_prepared import eval_outcome
+from qtk.capture.verify_prepared import RunResult, eval_outcome
 from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.plain_attributes import is_data
 from qtk.nn.scan import Scan
@@ -84,16 +84,15 @@ SCAN = torch.ops.qtk.captured_scan.default
 
 
 @contextlib.contextmanager
-def scans_as_ops(model: nn.Module, call: Call) -> Iterator[list[Scan]]:
-    """While the body traces ``model``, its recurrences over time call a marker op with their number in what is yielded.
+def scans_as_ops(functions: Sequence[FunctionType]) -> Iterator[list[Scan]]:
+    """While the body traces a model, its recurrences over time call a marker op with their number in what is yielded.
 
     Args:
-        model: the module, in eval mode. Its code is exchanged in the body.
-        call: arguments that it runs with.
+        functions: what may be recurrences, as ``run_for_loops`` finds them. Their code is exchanged in the body.
     """
     scans: list[Scan] = []
     with contextlib.ExitStack() as stack:
-        for function in _with_loops(model, call):
+        for function in functions:
             stack.callback(setattr, function, "__code__", function.__code__)
             plain = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
             plain.__kwdefaults__ = function.__kwdefaults__
@@ -225,19 +224,27 @@ def _without_members(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _with_loops(model: nn.Module, call: Call) -> list[FunctionType]:
-    """The functions, and methods, that may be recurrences: in which a loop runs ops, or a cumulative sum or product."""
+def run_for_loops(model: nn.Module, call: Call) -> tuple[RunResult, list[FunctionType]]:
+    """The outcome of ``model`` in eval mode, and the functions, and methods, that may be recurrences.
+
+    In these a loop runs ops, or they take a cumulative sum or product. The arguments are given as they are.
+    """
     frames = _Frames(model)
+    with frames:
+        outcome = eval_outcome(model, call.args, call.kwargs)
+    found = [_function_of(frame_code, names) for frame_code, names in frames.loops.items()
+             if frame_code not in frames.layers]
+    return outcome, [function for function in found if function is not None and not function.__closure__]
+
+
+def loops_of(model: nn.Module, call: Call) -> list[FunctionType]:
+    """The functions of ``run_for_loops``; none if the model does not run so."""
     try:
-        with frames:
-            eval_outcome(model, *detached((call.args, call.kwargs)))
+        return run_for_loops(model, Call(*detached((call.args, call.kwargs)), None))[1]
     except OUT_OF_MEMORY:
         raise
     except Exception:  # of the user's code; the trace will say it
         return []
-    found = [_function_of(frame_code, names) for frame_code, names in frames.loops.items()
-             if frame_code not in frames.layers]
-    return [function for function in found if function is not None and not function.__closure__]
 
 
 def _function_of(code: CodeType, scopes: Sequence[Mapping[str, Any]]) -> FunctionType | None:

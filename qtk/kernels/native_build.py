@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from setuptools import Extension
 
-NAME = "_native_8_cp{}{}".format(*sys.version_info)
+NAME = "_native_9_cp{}{}".format(*sys.version_info)
 """The number goes up when Python and C++ must change together, and a library serves one Python; ``backends.py``
 looks for the file of this name."""
 

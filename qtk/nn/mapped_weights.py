@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,9 @@ from torch.overrides import TorchFunctionMode
 
 LIMIT_BYTES = 1 << 28
 """Bytes of files that ``bounded`` leaves in memory."""
+
+LOOK_S = 2e-4
+"""Time between two looks: a few MB are read in it."""
 
 LARGE_BYTES = 10**9
 """Size of the parameters from which on a run says what it will take before it begins."""
@@ -122,11 +126,11 @@ def bounded(*models: nn.Module, limit_bytes: int | None = None) -> Iterator[None
 
 
 class _Bounded(TorchFunctionMode):
-    """Looks at the memory after every function of torch."""
+    """Looks at the memory after every function of torch, unless it has just looked."""
 
     def __init__(self, pages: _Pages, limit_bytes: int) -> None:
         super().__init__()
-        self._pages, self._limit = pages, limit_bytes
+        self._pages, self._limit, self._due = pages, limit_bytes, 0.0
         pages.drop()
         self._least = pages.resident_bytes()
 
@@ -134,9 +138,12 @@ class _Bounded(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if (now := time.perf_counter()) < self._due:
+            return result
         if self._pages.resident_bytes() - self._least > self._limit:
             self._pages.drop()
             self._least = self._pages.resident_bytes()  # of other files
+        self._due = now + LOOK_S
         return result
 
 

@@ -55,7 +55,7 @@ def covering_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
     if spec.symmetric:
         if spec.scale_format is not None:
             scale = stored(torch.maximum(high, -low).to(torch.float32), scale, spec)
-        return held_scale(scale, torch.zeros_like(scale), spec), None
+        return held_scale(scale, 0.0, spec), None
     zero_point = (spec.qmin - low / scale.to(torch.float64)).round().clamp(spec.qmin, spec.qmax)
     return held_scale(scale, zero_point, spec), zero_point.to(torch.int32)
 

@@ -44,8 +44,12 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 def called_module(node: fx.Node) -> nn.Module | None:
     """The module that ``node`` calls; ``None`` if it calls none, or no module owns its graph."""
-    owner = node.graph.owning_module
-    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    if node.op != "call_module" or (owner := node.graph.owning_module) is None:
+        return None
+    module: nn.Module | None = owner
+    for name in str(node.target).split("."):  # a tenth of the time of ``get_submodule``, and asked thousands of times
+        module = None if module is None else module._modules.get(name)
+    return owner.get_submodule(str(node.target)) if module is None else module
 
 
 def batch_norm_called(node: fx.Node) -> nn.Module | None:

@@ -11,29 +11,30 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from qtk.calls.calls import Call, detached, leaves_text, raised_in
+from qtk.calls.calls import Call, leaves_text
 from qtk.calls.inputs import ExampleInputs, split_inputs
 from qtk.calls.signature import call_kind, signature_of
 from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.fallback import Surroundings, capture_graph
+from qtk.capture.first_run import FirstRun, first_run
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.restored import restored
-from qtk.capture.tracing import TRACING
+from qtk.capture.tracing import TRACING, without_collections
 from qtk.capture.train_mode.train_branches import failure
-from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
+from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes, served_by_others, serving
-from qtk.capture.verify_prepared import RunResult, eval_outcome, train_difference
+from qtk.capture.verify_prepared import RunResult, train_difference
 from qtk.core.needs import found_where
 from qtk.data.labels import without_labels
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import contents_of, graphs, roots
 from qtk.graph.sites import join
-from qtk.nn.device import LOAD, empty_tensors, is_dry_run, refuse_offloaded
+from qtk.nn.device import refuse_offloaded
 from qtk.nn.eval_mode import fast_path_off
 from qtk.operators.contents import Trait
 from qtk.public import public
@@ -141,7 +142,7 @@ def prepare_model(
         to_exclude = [*model.meta[TO_EXCLUDE], *to_exclude]
         model = model.meta[ORIGINAL]
     excluded = [module_names(model, module) for module in to_exclude]
-    with TRACING:
+    with TRACING, without_collections():
         if example_inputs is None:
             return _traced(model, to_exclude, variants)
         calls = [Call(*split_inputs(without_labels(model, inputs)), None) for inputs in (example_inputs, *variants)]
@@ -189,24 +190,25 @@ def _prepared(
     started = time.perf_counter()
     refuse_offloaded(model)
     notes: list[str] = []
-    expected: list[RunResult] = []
     train_only: dict[nn.Module, bool] = {}
+    runs: list[FirstRun] = []
     is_meta = writes = False
     for call in calls:
         notes += register_containers((call.args, call.kwargs))
-        outcome, written, acting = _run_once(model, call.args, call.kwargs)
-        train_only |= acting
+        run = first_run(model, call)
+        runs.append(run)
+        train_only |= run.train_only
         notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works "
-                  "on a copy of it" for index in written]
-        notes += register_containers(outcome.output)
-        writes = writes or bool(written)
+                  "on a copy of it" for index in run.written]
+        notes += register_containers(run.outcome.output)
+        writes = writes or bool(run.written)
         is_meta = is_meta or any(tensor.is_meta for tensor in _tensors(model, call.args, call.kwargs))
-        expected.append(outcome)
     notes += ["tensors without values (meta): nothing could be compared with the original"] if is_meta else []
     verify = verify and not is_meta
     graphs_of_calls, prepared = _captured(
-        model, calls, dynamic_shapes, expected=expected, excluded=excluded, verify=verify, train_only=train_only
+        model, calls, dynamic_shapes, runs=runs, excluded=excluded, verify=verify, train_only=train_only
     )
+    expected = [run.outcome for run in runs]
     trained = [_train_difference(model, graph, call.args, call.kwargs, outcome, train_only)
                for graph, call, outcome in zip(graphs_of_calls, calls, expected, strict=True)] if verify else []
     if isinstance(prepared, PreparedGraph) and len(calls) > 1:
@@ -270,7 +272,7 @@ def _captured(
     calls: Sequence[Call],
     dynamic_shapes: DynamicShapes,
     *,
-    expected: Sequence[RunResult],
+    runs: Sequence[FirstRun],
     excluded: Collection[set[str]],
     verify: bool,
     train_only: TrainOnly,
@@ -279,14 +281,16 @@ def _captured(
 
     Returns: what serves each call, and what will serve all.
     """
-    around = Surroundings(owns_inputs=True, train_only=train_only)
+    expected = [run.outcome for run in runs]
+    loops = [None if run.loops is None else (call, run.loops) for call, run in zip(calls, runs, strict=True)]
+    around = [Surroundings(owns_inputs=True, train_only=train_only, loops=known) for known in loops]
     capturing = partial(capture_graph, model, dynamic_shapes=dynamic_shapes, verify=verify)
     try:
-        captured = [capturing([call], expected=outcome, around=around)
-                    for call, outcome in zip(calls, expected, strict=True)]
+        captured = [capturing([call], expected=outcome, around=known)
+                    for call, outcome, known in zip(calls, expected, around, strict=True)]
         for index, axes in served_by_others(captured, calls).items():
             captured[index] = capturing([calls[index]], expected=expected[index],
-                                        around=replace(around, ones=axes))
+                                        around=replace(around[index], ones=axes))
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             text = _registration(calls, expected)  # explicit dynamic shapes are for one graph
@@ -326,44 +330,10 @@ def _train_difference(
         return None, [f"train mode could not be compared: {first_line(error)}"]
 
 
-def _run_once(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[RunResult, list[int], TrainOnly]:
-    """The outcome in eval mode, which inputs the model writes to, and which modules act in train mode only.
-
-    Raises: CaptureError if it does not run.
-    """
-    given = detached((args, kwargs))
-    leaves = pytree.tree_leaves(given)  # of now: a cache may hold others afterwards
-    versions = [_version(leaf) for leaf in leaves]
-    try:
-        with finding_train_only(model) as train_only:
-            outcome = eval_outcome(model, *given)
-    except Exception as error:
-        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        path = raised_in(model, error)
-        where = "" if path is None else f", in {path} ({type(model.get_submodule(path)).__name__})"
-        hint = "; to pass one dict, wrap it in a tuple" if kwargs and isinstance(error, TypeError) else ""
-        if is_dry_run(model):
-            hint = f"; {empty_tensors(model)}: on the meta device, without values; {LOAD}, or pass meta tensors"
-        raise CaptureError(
-            f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
-            f"{first_line(error)}; pass inputs that model(...) accepts{hint}"
-        ) from error
-    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in pytree.tree_leaves((given, outcome[0]))):
-        raise CaptureError(f"{type(model).__name__} takes or returns nested tensors; pad them to dense ones")
-    pairs = zip(leaves, versions, strict=True)
-    return outcome, [index for index, (leaf, version) in enumerate(pairs) if _version(leaf) != version], train_only
-
-
 def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return [*model.parameters(), *model.buffers(), *leaves]
 
-
-def _version(leaf: object) -> int:
-    """Says how often a tensor was written to; 0 where torch does not count."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _unregistered(model: nn.Module) -> Iterator[str]:

@@ -37,9 +37,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "bool(unseen.any())": "of ranges that all sites have sent to the host together",
         "unseen.nonzero()": AN_ERROR, "unseen.nonzero()[:8].tolist()": AN_ERROR, "int(unseen.sum())": AN_ERROR,
     },
-    "calibrators/search.py": {
-        "bool(has_many.any())": "whether a second search is needed, once for all parameters of a kind",
-    },
     "calibrators/tf_enhanced_v1.py": {
         "torch.tensor([int(-steps + steps / 20 * i) for i in range(21)], dtype=torch.float64, device=low.device)":
             "once a site, " + ONCE,
@@ -67,6 +64,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "nn/recurrent.py": {
         "int(size)": "of a packed sequence's batch_sizes, which torch keeps on the CPU",
+    },
+    "ops/least_candidate.py": {
+        "bool(has_many.any())": "whether a second search is needed, once for all parameters of a kind",
     },
     "ops/pack_padded.py": {"int(lengths.max())": "of the lengths of sequences, which torch wants on the CPU"},
     "numerics/bit_packing.py": {

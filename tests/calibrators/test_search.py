@@ -49,23 +49,6 @@ def test_portions_make_no_difference(scheme, monkeypatch):
         assert own[0].equals(own[2])
 
 
-def test_screening_makes_no_difference(monkeypatch):
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(40, 64, generator=generator), torch.full((2, 64), 0.7), torch.zeros(2, 64),
-            torch.randint(-3, 4, (20, 64), generator=generator) / 4]
-    x = torch.cat(rows)
-    for norm in (1.0, 2.0):
-        scheme = Mse(norm=norm)
-        for name in ("int4", "int8", "uint8"):
-            spec = QuantSpec(dtype(name), PerChannel(0), symmetric=name != "uint8")
-            observer = scheme.observer(spec.granularity, static=True)
-            observer.observe(x)
-            screened = scheme.encodings([observer], [spec])[0]
-            with monkeypatch.context() as patched:
-                patched.setattr(search, "FEW_CODES", 0)
-                assert screened.equals(scheme.encodings([observer], [spec])[0])
-
-
 def test_scales_in_few_bits_hold_the_whole_range():
     spec = QuantSpec(dtype("fp4_e2m1"), PerBlock((1, 32)), symmetric=True, scale_format=ScaleFormat.E8M0)
     x = torch.randn(4, 64)

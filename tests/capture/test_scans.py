@@ -11,7 +11,7 @@ from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
-from qtk.capture.scans import scans_as_ops
+from qtk.capture.scans import loops_of, scans_as_ops
 from qtk.nn.scan import Scan
 
 pytestmark = pytest.mark.medium
@@ -290,7 +290,7 @@ def test_another_thread_computes_while_one_traces():
     x, decay = torch.randn(2, 5, 6), torch.rand(2, 5, 6)
     model = Mixer("loop").eval()
     results, expected = [], recurrence(x, decay)[0]
-    with scans_as_ops(model, Call((x,), {}, None)), pytest.MonkeyPatch.context() as patch:
+    with scans_as_ops(loops_of(model, Call((x,), {}, None))), pytest.MonkeyPatch.context() as patch:
         patch.setattr("qtk.capture.scans.is_exporting", lambda: True)
         thread = threading.Thread(target=lambda: results.append(recurrence(x, decay)[0]))
         thread.start()
