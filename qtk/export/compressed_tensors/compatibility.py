@@ -57,9 +57,15 @@ def _warn_of_siblings(layers: Layers) -> None:
 def _warn_of_what_transformers_loads(layers: Layers) -> None:
     """Warns of what servers load and transformers (seen in 5.24) does not, or otherwise."""
     every = layers.quantized.values()
-    if any(layer.encoding.spec.scale_format is not None and layer.weight.dtype != torch.bfloat16 for layer in every):
-        warnings.warn("transformers makes bfloat16 of NVFP4 and MXFP4 weights and does not run them in one of another "
-                      "dtype; simulate and export model.bfloat16()", stacklevel=4)
+    cast = [layer for layer in every if layer.encoding.spec.scale_format is not None
+            and layer.weight.dtype != torch.bfloat16]
+    if any(layer.inputs is not None for layer in cast):
+        warnings.warn("transformers makes bfloat16 of NVFP4 and MXFP4 weights and does not run them with quantized "
+                      "inputs in a model of another dtype; simulate and export model.bfloat16()", stacklevel=4)
+    elif any(layer.encoding.spec.scale_format is ScaleFormat.E4M3 or layer.axes.stack for layer in cast):
+        warnings.warn("transformers rounds NVFP4 weights to bfloat16, and computes experts of MXFP4 in bfloat16, in a "
+                      "model of another dtype too; simulate and export model.bfloat16() to get the numbers of the "
+                      "simulation there", stacklevel=4)
     stacks = [layer for layer in every if layer.axes.stack]
     unread = [layer.name for layer in stacks if layer.encoding.spec.scale_format is ScaleFormat.E4M3
               or not layer.encoding.spec.symmetric

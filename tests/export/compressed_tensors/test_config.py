@@ -14,6 +14,7 @@ from qtk.export.compressed_tensors.library import scheme_of
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 INT4 = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}
+MXFP4 = {**INT4, "type": "float", "scale_dtype": torch.uint8}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -51,7 +52,8 @@ def test_a_pattern_of_experts_is_of_one_group_alone(of, patterns):
     schemes = {path: STATIC if of(path.split(".")[1], path.split(".")[-1]) else TOKENS for path in paths}
     own = [path for path in paths if schemes[path] is STATIC]
     linear = [stored(f"a{index}") for index in range(9)]
-    found = config.quantization_config([stored(path, INT8, schemes[path]) for path in paths] + linear, [])
+    found = config.quantization_config([stored(path, INT8, schemes[path]) for path in paths] + linear, [],
+                                       torch.float32)
     groups = {group["input_activations"]["strategy"]: group["targets"] for group in found["config_groups"].values()
               if group["input_activations"]}
     assert [path for path in paths if any(match_name(path, each) for each in groups["tensor"])] == own
@@ -60,22 +62,28 @@ def test_a_pattern_of_experts_is_of_one_group_alone(of, patterns):
             path for path in paths if path not in own]
     assert sorted(groups["tensor"]) == patterns
     ignored = config.quantization_config([*linear, *(stored(path, INT8) for path in own)],
-                                         [path for path in paths if path not in own])["ignore"]
+                                         [path for path in paths if path not in own], torch.float32)["ignore"]
     assert [path for path in paths if any(match_name(path, each) for each in ignored)] == [
         path for path in paths if path not in own]
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("layer", "expected"), [
-    (("a", {**INT4, "symmetric": False}), True), (("a", {**INT8, "symmetric": False}, TOKENS), False), (("a",), False),
+@pytest.mark.parametrize(("layer", "dtype", "expected"), [
+    (("a", {**INT4, "symmetric": False}), "bfloat16", True),
+    (("a", {**INT8, "symmetric": False}, TOKENS), "float32", False),
+    (("a",), "float32", False),
+    (("a", MXFP4), "float32", True),
+    (("a", MXFP4), "bfloat16", False),
+    (("a", MXFP4, {**MXFP4, "dynamic": True}), "float32", False),
 ])
-def test_what_transformers_reads_only_dequantized_says_so(layer, expected):
-    assert ("dequantize" in config.quantization_config([stored(*layer)], [])) is expected
+def test_what_transformers_reads_only_dequantized_says_so(layer, dtype, expected):
+    found = config.quantization_config([stored(*layer)], [], getattr(torch, dtype))
+    assert ("dequantize" in found) is expected
 
 
 @pytest.mark.medium
 def test_weights_with_inputs_first_are_named():
     blocks = {**INT4, "strategy": "block", "block_structure": [32, 1]}
     del blocks["group_size"]
-    found = config.quantization_config([stored("h.c", blocks, is_transposed=True)], [])
+    found = config.quantization_config([stored("h.c", blocks, is_transposed=True)], [], torch.float32)
     assert (found["config_groups"]["group_0"]["targets"], found["dequantize"]) == (["h.c"], True)
