@@ -112,14 +112,16 @@ def as_loaded(sim: qtk.QuantSim) -> Iterator[None]:
     Inputs of ``nn.Linear`` are rounded by ``loaded_input``; inputs of other layers are float; weights in four-bit
     floats are rounded to bfloat16.
     """
+    layers = layers_of(sim.model).quantized
+    is_dequantized = any(layer.is_dequantized for layer in layers.values())
     with ExitStack() as stack:
-        for name, layer in layers_of(sim.model).quantized.items():
+        for name, layer in layers.items():
             inputs, weight = layer.inputs, sim.quantizers[name]
             if weight.spec.dtype.name == "fp4_e2m1":
                 stack.callback(weight.register_forward_hook(loaded_weight).remove)
             if inputs is None or inputs.mode is qtk.Mode.BYPASS:
                 continue
-            if layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0]:
+            if layer.axes.stack or layer.is_transposed or is_dequantized:
                 stack.callback(setattr, inputs, "mode", inputs.mode)
                 inputs.mode = qtk.Mode.BYPASS
             else:

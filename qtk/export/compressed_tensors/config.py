@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from qtk.export.compressed_tensors.arguments import FP4
 from qtk.export.compressed_tensors.checkpoint import StoredLayer
 from qtk.export.compressed_tensors.library import library
 from qtk.export.compressed_tensors.original import OriginalModel
@@ -40,18 +39,16 @@ def write(
         cache: the library's arguments of keys and values; ``None``: they are float.
     """
     own = {} if original is None else {**original.config(), "dtype": str(dtype).removeprefix("torch.")}
-    merged = {**own, "quantization_config": quantization_config(layers, in_float, dtype, cache)}
+    merged = {**own, "quantization_config": quantization_config(layers, in_float, cache)}
     (folder / CONFIG_FILE).write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     if original is not None and hasattr(original.generation_config, "save_pretrained"):
         original.generation_config.save_pretrained(folder)
 
 
 def quantization_config(
-    layers: Sequence[StoredLayer], in_float: Iterable[str], dtype: torch.dtype, cache: object | None = None
+    layers: Sequence[StoredLayer], in_float: Iterable[str], cache: object | None = None
 ) -> dict[str, object]:
     """One group of layers for each scheme; the largest group targets every ``Linear`` that is not ignored.
-
-    ``dtype`` is the model's; the other arguments as of ``write``.
 
     It is the last: the library takes the first target that fits a layer, and warns of targets that fit none then.
     """
@@ -71,22 +68,9 @@ def quantization_config(
         config_groups=schemes, format=getattr(stored, "value", stored), ignore=_targets(ignored, every),
         kv_cache_scheme=cache, quantization_status=quantization.QuantizationStatus.COMPRESSED,
     ).model_dump(mode="json")
-    if any(_is_dequantized(layer, dtype) for layer in layers):
+    if any(layer.is_dequantized for layer in layers):
         config["dequantize"] = True
     return {**config, "version": str(library().__version__)}
-
-
-def _is_dequantized(layer: StoredLayer, dtype: torch.dtype) -> bool:
-    """Says whether transformers reads a layer alone when it dequantizes it as it loads (seen in 5.24).
-
-    Others are no ``nn.Linear``; or have packed zero points, for which its modules have no room; or have four-bit floats
-    in a model that is not bfloat16, while the library makes bfloat16 weights of these, which transformers casts then
-    alone. Quantized inputs are lost so.
-    """
-    weights, inputs = layer.scheme.weights, layer.scheme.input_activations
-    is_packed = not weights.symmetric and weights.strategy != "tensor"
-    is_bfloat16 = weights.type == "float" and weights.num_bits == FP4.bits and dtype != torch.bfloat16
-    return layer.is_transposed or (inputs is None and (is_packed or is_bfloat16))
 
 
 def _targets(paths: Sequence[str], every: Set[str]) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 import qtk
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import layers_of
-from tests.export.compressed_tensors.models import BLOCKS, STATIC, Siblings, X, simulated
+from tests.export.compressed_tensors.models import BLOCKS, STATIC, Siblings, Two, X, simulated
 
 
 def said(sim):
@@ -49,6 +49,16 @@ def test_four_bit_floats_in_a_model_that_is_not_bfloat16():
     for name in ("nvfp4", "mxfp4"):
         (refused,) = said(simulated(nn.Linear(64, 8), {"dtype": name}, inputs={"dtype": name}))
         assert "does not run them with quantized inputs in a model of another dtype" in refused
+
+
+@pytest.mark.medium
+def test_inputs_that_are_lost_with_a_layer_that_is_dequantized():
+    asymmetric = {"match": {"path": "last"}, "weight": {"dtype": "uint8", "symmetric": False,
+                  "granularity": "per_channel"}, "input": "float"}
+    sim = simulated(Two(), {"dtype": "int8", "granularity": "per_channel"}, [asymmetric], inputs=STATIC)
+    (message,) = said(sim)
+    assert "reads last.weight alone when it dequantizes all weights" in message
+    assert "so loads first.weight with inputs in float" in message
 
 
 @pytest.mark.medium
