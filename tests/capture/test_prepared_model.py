@@ -353,36 +353,3 @@ def test_compiled_code_serves_no_sizes_beyond_the_limits():
         assert torch.equal(compiled(torch.ones(7, 8)), torch.full((7, 8), 0.25))
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"only where x\.shape\[0\] > 4"):
             compiled(torch.ones(3, 8))
-
-
-class Steps(nn.Module):
-    """Several tokens are summed up, one is not."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y if x.shape[1] == 1 else y.cumsum(1)
-
-
-@pytest.mark.medium
-def test_compiled_code_finds_the_graph_of_one_token_by_its_shape():
-    several, one = torch.randn(2, 6, 8), torch.randn(2, 1, 8)
-    prepared = qtk.prepare_model(Steps().eval(), several, variants=[one], dynamic_shapes="all")
-    compiled = torch.compile(prepared, fullgraph=True, backend="eager")
-    for x in (several, one, torch.randn(3, 5, 8), torch.randn(4, 1, 8)):
-        assert torch.equal(compiled(x), prepared(x))
-    (of_one,) = prepared.variants.values()
-    of_one.meta[SIZES] = replace(of_one.sizes, limits=(SizeLimit("s0 > 4", (("s0", ("x", 0)),)),))
-    torch._dynamo.reset()
-    compiled = torch.compile(prepared, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(several), prepared(several))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="2 graphs are for these shapes.*without fullgraph=True"):
-        compiled(one)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="no graph is for these shapes"):
-        compiled(torch.randn(2, 6, 4))
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(prepared, backend="eager")(one), prepared(one))
