@@ -52,3 +52,17 @@ def test_inputs_are_rounded_as_the_library_rounds_them(name, dtype):
     assert torch.equal(benchmark().loaded_input(x, quantizer), expected)
     is_in_float32 = dtype is torch.float32 and name != "int8 token"  # and this one has another scale
     assert torch.equal(quantizer(x), expected) is is_in_float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "scheme"), [
+    ("bfloat16", "W8A8 static"), ("bfloat16", "FP8 per token"), ("float32", "W8A8 per token"), ("float32", "NVFP4 A16"),
+])
+def test_with_the_arithmetic_of_the_loader_logits_are_equal(dtype, scheme, tmp_path):
+    pytest.importorskip("transformers")
+    module = benchmark()
+    model = module.built("llama", getattr(torch, dtype))
+    prepared = qtk.prepare_model(model, module.tokens(0), dynamic_shapes="all")
+    plain, equal = module.cell(prepared, model, module.SCHEMES[scheme], tmp_path / "out").split(", with the loader's ")
+    assert float(plain) > 0
+    assert equal.startswith("arithmetic 0 (")

@@ -45,7 +45,7 @@ FOUR_BITS = {"match": {"path": "head"}, "weight": {"dtype": "int4"}}
      "norm.weight is read by layer_norm"),
     (Two(), X, {"dtype": "int6"}, [], r"first.weight has int6 codes\n  last.weight has int6"),
     (Two(), X, {"dtype": "fp8_e5m2"}, [], r"first.weight has fp8_e5m2 codes"),
-    (Transposed(), X, {"dtype": "mxfp4"}, [], "mxfp4 has one for each 32 inputs"),
+    (Transposed(), X, {"dtype": "mxfp4"}, [], r"inner.weight is \[inputs, outputs\], and four-bit floats are packed"),
     (Tied(False), IDS, {"dtype": "int8"}, [], "embed.weight is read by embedding"),
     (Tied(True), IDS, {"dtype": "int8"}, [FOUR_BITS], "is read in another format, or in float, too"),
 ], ids=["conv", "norm", "width", "float", "mx", "embedding", "tied"])
