@@ -233,8 +233,10 @@ def test_save_and_load(tmp_path):
         assert equal(again.model(**inputs), sim.model(**inputs))
     with pytest.raises(EncodingError, match=r"graphs for 2 variants, .* and 0 are given"):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN)
-    with pytest.raises(EncodingError, match="ops, or their arguments"):
+    with pytest.raises(EncodingError, match=r"in another order;(.|\n)*variants\[0\] .*labels(.|\n)*ops, or their"):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants[::-1])
+    with pytest.raises(EncodingError, match=r"or of other calls:(.|\n)*variants\[1\] .*mask.*, given: .*"):
+        qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=[KINDS["labels"], KINDS["flag"]])
 
 
 @pytest.mark.slow

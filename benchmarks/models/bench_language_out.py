@@ -2,9 +2,10 @@
 
     pip install 'qtk[llm]'; python benchmarks/models/bench_language_out.py [--families llama gpt2] [--dtype bfloat16]
 
-A cell is the largest difference of the logits of the reloaded folder from those of the simulation; in brackets that of
-the float model, which says what a difference would be. ``refused`` is followed by qtk's reason, ``error`` by that of
-the loader.
+A cell is the largest difference of the reloaded folder's logits from the simulation's, then, where the loader computes
+otherwise, from the logits of the same simulation with the loader's arithmetic (``loaded_input``, ``as_loaded``); in
+brackets the float model's difference, which says what a difference would be. ``refused`` is followed by qtk's reason,
+``error`` by the loader's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 import qtk
 from qtk.export.compressed_tensors.layers import layers_of
+from qtk.numerics.codes import codes_of, values_of
 
 LAYERS = {"op": ["linear", "addmm", "grouped_matmul"]}
 BLOCKS = {"granularity": "per_block", "block_size": 32, "remainder": "float"}
@@ -67,25 +71,63 @@ def tokens(seed: int) -> dict[str, object]:
     return {"input_ids": torch.randint(1, 200, (2, 24), generator=generator), "use_cache": False}
 
 
-def reloaded(folder: Path, batch: dict[str, object], like_kernels: bool) -> torch.Tensor:
-    """The logits of what transformers loads; with scales of int8 tokens as servers' kernels have them, if asked."""
+def reloaded(folder: Path, batch: dict[str, object]) -> torch.Tensor:
     import transformers
-    from compressed_tensors.quantization.lifecycle import forward as lifecycle
 
-    original = lifecycle.compute_dynamic_scales_and_zp
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(**batch).logits
+    return logits
 
-    def as_kernels(value, args, module, global_scale=None):
-        scale, zero_point = original(value=value, args=args, module=module, global_scale=global_scale)
-        return (value.abs().amax(-1, keepdim=True) / 127 if args.type == "int" else scale), zero_point
 
-    if like_kernels:
-        lifecycle.compute_dynamic_scales_and_zp = as_kernels
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        with torch.no_grad():
-            return model(**batch).logits
-    finally:
-        lifecycle.compute_dynamic_scales_and_zp = original
+def loaded_input(x: torch.Tensor, quantizer: qtk.Quantizer) -> torch.Tensor:
+    """``x`` as compressed-tensors 0.20 rounds the input of a layer that it has loaded: all in the dtype of ``x``.
+
+    A static scale was stored in that dtype. The scale of a token is max|x| over half the span of the codes, 127.5 for
+    int8, and the dtype's epsilon for a token of zeros.
+
+    Shape: ``x`` [batch, tokens, width], as the library counts tokens; result the same.
+    """
+    spec = quantizer.spec
+    lowest, highest = (-448, 448) if spec.dtype.name == "fp8_e4m3" else (-128, 127)
+    if spec.dynamic:
+        scale = x.abs().amax(-1, keepdim=True) / torch.tensor((highest - lowest) / 2, dtype=x.dtype)
+        scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
+    else:
+        scale = quantizer.encoding.scale.to(x.dtype)
+    steps = (x / scale).clamp(lowest, highest)
+    return (steps.round() if highest == 127 else steps.to(torch.float8_e4m3fn).to(x.dtype)) * scale
+
+
+def loaded_weight(quantizer: qtk.Quantizer, given: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    """A forward hook: the weight in bfloat16, as compressed-tensors unpacks four-bit floats, then in its dtype."""
+    encoding = quantizer.encoding
+    return values_of(codes_of(given[0], encoding), encoding).bfloat16().to(result.dtype)
+
+
+@contextmanager
+def as_loaded(sim: qtk.QuantSim) -> Iterator[None]:
+    """While the body runs, ``sim.model`` computes as what transformers 5.24 makes of its folder.
+
+    Inputs of ``nn.Linear`` are rounded by ``loaded_input``; inputs of other layers are float; weights in four-bit
+    floats are rounded to bfloat16.
+    """
+    layers = layers_of(sim.model).quantized
+    is_dequantized = any(layer.is_dequantized for layer in layers.values())
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            inputs, weight = layer.inputs, sim.quantizers[name]
+            if weight.spec.dtype.name == "fp4_e2m1":
+                stack.callback(weight.register_forward_hook(loaded_weight).remove)
+            if inputs is None or inputs.mode is qtk.Mode.BYPASS:
+                continue
+            if layer.axes.stack or layer.is_transposed or is_dequantized:
+                stack.callback(setattr, inputs, "mode", inputs.mode)
+                inputs.mode = qtk.Mode.BYPASS
+            else:
+                stack.callback(inputs.register_forward_hook(
+                    lambda module, given, result: loaded_input(given[0], module)).remove)
+        yield
 
 
 def cell(prepared, model, scheme: dict[str, object], folder: Path) -> str:
@@ -101,19 +143,14 @@ def cell(prepared, model, scheme: dict[str, object], folder: Path) -> str:
         return f"refused: {' '.join(str(error).split())[-250:]}"
     with torch.no_grad():
         expected, in_float = sim.model(**batch).logits, model(**batch).logits
-        for layer in layers_of(sim.model).quantized.values():  # transformers quantizes the inputs of nn.Linear alone
-            if layer.inputs is not None and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0]):
-                layer.inputs.mode = qtk.Mode.BYPASS
-        with_float_inputs = sim.model(**batch).logits
+        with as_loaded(sim):
+            of_loader = sim.model(**batch).logits
     scale = float((expected - in_float).abs().max())
     try:
-        found = reloaded(folder, batch, False)
+        found = reloaded(folder, batch)
         shown = f"{float((found - expected).abs().max()):.2g}"
-        if not torch.equal(with_float_inputs, expected):
-            off = float((found - with_float_inputs).abs().max())
-            shown += f", with inputs of its experts or Conv1D in float {off:.2g}"
-        elif any(each.spec.dynamic and each.spec.dtype.name == "int8" for each in sim.quantizers.values()):
-            shown += f", with the kernels' scales {float((reloaded(folder, batch, True) - expected).abs().max()):.2g}"
+        if not torch.equal(of_loader, expected):
+            shown += f", with the loader's arithmetic {float((found - of_loader).abs().max()):.2g}"
     except Exception as error:  # whatever the loader raises
         shown = f"error: {type(error).__name__}: {str(error).splitlines()[0][:90]}"
     return f"{shown} ({scale:.2g})"

@@ -277,8 +277,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         if len(of_kind) == 1:
             return of_kind[0]
         if torch.compiler.is_dynamo_compiling():
-            raise CaptureError("which graph serves a call is found outside of compiled code; compile without "
-                               "fullgraph=True")
+            return _traced_choice(of_kind, args, kwargs)
         reasons = []
         for graph in _fewest_sizes_first(self, *self.variants.values()):
             reason = graph.refusal(args, kwargs)
@@ -310,6 +309,21 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         """The values of the graph's inputs in a call of it, in order."""
         args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
         return input_leaves(self.graph, args, kwargs)
+
+
+def _traced_choice(of_kind: list[PreparedGraph], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreparedGraph:
+    """The first graph that was captured for the shapes of a call, in code that is compiled; its own code checks limits.
+
+    Raises: CaptureError if none is, or if a limit of sizes decides between several.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    fitting = [graph for graph in of_kind if len(leaves) == len(graph.__dict__[CAPTURED])
+               and all(fits(leaf, kind) for leaf, kind in zip(leaves, graph.__dict__[CAPTURED].values(), strict=True))]
+    if fitting and (len(fitting) == 1 or not fitting[0].sizes.limits):
+        return fitting[0]
+    reason = (f"{len(fitting)} graphs are for these shapes, and a limit of sizes decides between them" if fitting else
+              "no graph is for these shapes; call the model without torch.compile to read which inputs it takes")
+    raise CaptureError(f"{reason}; compile without fullgraph=True, and the graph is found outside of compiled code")
 
 
 def _fewest_sizes_first(*graphs: CapturedGraph) -> list[PreparedGraph]:

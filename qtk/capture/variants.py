@@ -111,11 +111,21 @@ def join_variants(
     main.meta[REPORT] = replace(
         main.report,
         dynamic=all(report.dynamic for report in reports),
-        reasons=tuple(dict.fromkeys(reason for report in reports for reason in report.reasons)),
+        reasons=_reasons([report.reasons for report in reports]),
         eval_difference=max(differences) if differences else None,
         unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
         opaque_parts=tuple(dict.fromkeys(part for report in reports for part in report.opaque_parts)),
     )
+
+
+def _reasons(of_graphs: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The reasons of several graphs, each with the calls whose graphs have it, where not all graphs do."""
+    names = ["example_inputs", *(f"variants[{index}]" for index in range(len(of_graphs) - 1))]
+    every = dict.fromkeys(reason for reasons in of_graphs for reason in reasons)
+    of_reason = {reason: [name for name, reasons in zip(names, of_graphs, strict=True) if reason in reasons]
+                 for reason in every}
+    return tuple(reason if len(calls) == len(of_graphs) else f"{reason} ({', '.join(calls)})"
+                 for reason, calls in of_reason.items())
 
 
 def add_variant(main: CapturedGraph, kind: Kind, other: CapturedGraph) -> None:

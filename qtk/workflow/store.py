@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtk.atomic import staged_directory
+from qtk.calls.calls import leaves_text
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
@@ -70,6 +71,7 @@ class Stored:
         arithmetic: digest of its model's ops; ``None`` if another version of torch captured them.
         flags: flag of a quantizer, or ``bypassed`` → the sites whose quantizers have it.
         variants: how many kinds of calls the model had graphs for, the example inputs not counted.
+        calls: what the example inputs and the variants were, as text; empty: not stored.
     """
 
     arguments: Mapping[str, object]
@@ -79,6 +81,7 @@ class Stored:
     arithmetic: str | None = None
     flags: Mapping[str, Collection[str]] = field(default_factory=dict)
     variants: object = 0
+    calls: Sequence[str] = ()
 
 
 def _full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -130,6 +133,7 @@ def save(
         "arithmetic": arithmetic_digest(simulation.model),
         "arguments": dict(arguments),
         "variants": len(simulation.model.examples) - 1 if isinstance(simulation.model, PreparedModel) else 0,
+        "calls": _calls(simulation.model),
         "plan": plan_to_json(simulation.plan),
         "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
@@ -168,15 +172,16 @@ def load(directory: str | os.PathLike[str]) -> Stored:
             "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
             "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic), **rest,
         }:
-            packed = rest.get("packed", {})
+            packed, calls = rest.get("packed", {}), rest.get("calls", [])
             is_known = all(isinstance(sites, list) for sites in flags.values()) and (
                 all(isinstance(original, str) for original in tied.values())
                 and isinstance(packed, dict) and packed.keys() <= tensors.keys()
+                and isinstance(calls, list) and all(isinstance(call, str) for call in calls)
                 and arguments.keys().isdisjoint(("model", "example_inputs", "in_place"))
             )
         case _:
-            is_known, packed = False, None
-    if not is_known or not isinstance(packed, dict):
+            is_known, packed, calls = False, None, []
+    if not is_known or not isinstance(packed, dict) or not isinstance(calls, list):
         raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
     for name, digest in digests.items():
         if _digest(Path(directory) / name) != digest:
@@ -193,6 +198,7 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     return Stored(
         arguments, plan_from_json(plan), state, steps_from_json(steps, step_tensors),
         arithmetic if record.get("torch") == torch.__version__ else None, flags, record.get("variants", 0),
+        calls,
     )
 
 
@@ -260,7 +266,7 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
         findings = ["its ops, or their arguments, are not the same, though all names are"]
     if findings:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
-        raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
+        raise EncodingError(_heading(stored.calls, _calls(model)) + "\n  ".join(["", *findings[:LISTED]]) + more)
     if masked:
         simulation = drop_sites(simulation, masked)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -277,6 +283,24 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
         if site.name in stored.flags.get(BYPASSED, ()):
             quantizer.mode = Mode.BYPASS
     return simulation
+
+
+def _calls(model: nn.Module) -> list[str]:
+    """The example inputs and the variants of a model, as text."""
+    return ["; ".join([leaves_text(call.args)] * bool(call.args) + [
+        f"{name}: {leaves_text(value)}" for name, value in sorted(call.kwargs.items())
+    ]) for call in (model.examples if isinstance(model, PreparedModel) else ())]
+
+
+def _heading(stored: Sequence[str], given: Sequence[str]) -> str:
+    """Says of which simulation what is stored is: of other calls, if there are several, or of another model."""
+    if len(given) < 2 or not stored or list(stored) == list(given):
+        return "the stored simulation is of another model:"
+    names = ["example_inputs", *(f"variants[{index}]" for index in range(len(stored) - 1))]
+    differ = [f"{name} {was}, given: {now}" for name, was, now in zip(names, stored, given, strict=False) if was != now]
+    what = "has the graphs of these calls in another order; give them as they are stored" if (
+        sorted(stored) == sorted(given)) else "is of another model, or of other calls"
+    return "\n  ".join([f"the stored simulation {what}:", *differ, "the differences:"])
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qtk.calls.signature import call_kind, signature_of
-from qtk.capture.variants import add_variant
+from qtk.capture.variants import _reasons, add_variant
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs, with_nested
 from qtk.graph.sites import value_site
@@ -287,6 +287,16 @@ class Few(Frames):
 
 
 @pytest.mark.medium
+def test_the_report_says_of_which_call_a_limit_is():
+    main = prepare_model(Frames().eval(), SEVERAL, variants=[(ONE,)], dynamic_shapes="all")
+    limit, length = main.report.reasons
+    assert limit == "export: the graph serves sizes where x.shape[1] > 1 (example_inputs)"
+    assert length.startswith("export: axis 1 of input x has length 1")
+    assert length.endswith(" (variants[0])")
+    assert _reasons([("a", "b"), ("b",), ("c", "b")]) == ("a (example_inputs)", "b", "c (variants[1])")
+
+
+@pytest.mark.medium
 def test_sizes_that_a_graph_refuses_go_to_another_whatever_came_before():
     model = Few().eval()
     main = prepare_model(model, torch.randn(6, 5, 8), variants=[(torch.randn(2, 1, 8),)], dynamic_shapes="all")
@@ -350,10 +360,25 @@ def test_sizes_that_one_graph_does_not_serve_have_a_graph_of_their_own(frames):
 
 
 @pytest.mark.medium
-def test_graphs_that_differ_in_sizes_are_chosen_outside_of_compiled_code():
+def test_graphs_that_differ_in_sizes_are_chosen_in_compiled_code():
     main = prepare_model(Frames().eval(), SEVERAL, variants=[(ONE,)], dynamic_shapes="all")
-    assert torch.equal(torch.compile(main, backend="eager")(ONE), main(ONE))
-    assert torch.equal(torch.compile(main, backend="eager")(SEVERAL), main(SEVERAL))
+    compiled = torch.compile(main, backend="eager", fullgraph=True)
+    for x in (ONE, SEVERAL, torch.randn(3, 9, 8), torch.randn(4, 1, 8)):
+        assert torch.equal(compiled(x), main(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no graph is for these shapes"):
+        compiled(torch.randn(2, 5, 4))
+
+
+@pytest.mark.medium
+def test_where_a_limit_decides_between_graphs_one_is_chosen_outside_of_compiled_code():
+    main = prepare_model(Few().eval(), torch.randn(6, 5, 8), variants=[(torch.randn(2, 1, 8),)], dynamic_shapes="all")
+    several, one = torch.randn(4, 6, 8), torch.randn(3, 1, 8)
+    compiled = torch.compile(main, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(several), main(several))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"2 graphs are for these shapes.*without fullgraph=True"):
+        compiled(one)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(main, backend="eager")(one), main(one))
 
 
 @pytest.mark.medium

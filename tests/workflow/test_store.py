@@ -355,7 +355,7 @@ def test_version_4_had_the_flags_beside_the_tensors(tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("change", [
     {"tied": {"0.weight": {}}}, {"flags": {"frozen": None}}, {"arguments": {"in_place": True}},
-    {"arguments": {"nonsense": 3}}, {"plan": {}}, {"steps": [3]},
+    {"arguments": {"nonsense": 3}}, {"plan": {}}, {"steps": [3]}, {"calls": 3}, {"calls": [3]},
 ])
 def test_an_edited_file_with_a_right_digest_is_refused_in_words(change, tmp_path):
     made = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))

@@ -38,13 +38,17 @@ def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...
     _, outputs, blocks = scale.shape
     (columns,) = (shape[axis] for axis in axes.columns)
     arguments = {**_number_format(spec), "symmetric": spec.symmetric, "dynamic": False}
+    is_transposed = axes.outputs[0] > axes.columns[0]
+    if spec.scale_format in (ScaleFormat.E4M3, ScaleFormat.E8M0) and is_transposed:
+        raise Unsuited("is [inputs, outputs], and four-bit floats are packed along the last axis, which must count the "
+                       "inputs; give it integers in blocks, as int4, or weight: float")
     if spec.scale_format is ScaleFormat.E4M3:
-        if axes.outputs[0] > axes.columns[0] or columns != blocks * NVFP4_LENGTH:
+        if columns != blocks * NVFP4_LENGTH:
             raise Unsuited(f"has scales {spec.granularity}; nvfp4 has one for each {NVFP4_LENGTH} inputs")
         return {**arguments, "strategy": "tensor_group", "group_size": NVFP4_LENGTH,
                 "scale_dtype": torch.float8_e4m3fn}
     if spec.scale_format is ScaleFormat.E8M0:
-        if axes.outputs[0] > axes.columns[0] or columns != blocks * MXFP4_LENGTH:
+        if columns != blocks * MXFP4_LENGTH:
             raise Unsuited(f"has scales {spec.granularity}; mxfp4 has one for each {MXFP4_LENGTH} inputs")
         return {**arguments, "strategy": "group", "group_size": MXFP4_LENGTH, "scale_dtype": torch.uint8,
                 "zp_dtype": torch.uint8}
@@ -55,7 +59,7 @@ def weight_arguments(encoding: Encoding, axes: MatrixAxes, shape: tuple[int, ...
     (rows,) = (shape[axis] for axis in axes.outputs)
     if outputs != rows:
         raise Unsuited(f"has scales {spec.granularity}, not one for each output")
-    if axes.outputs[0] > axes.columns[0] and not axes.stack:
+    if is_transposed and not axes.stack:
         return {**arguments, "strategy": "block", "block_structure": [columns // blocks, 1]}
     if blocks == 1:
         return {**arguments, "strategy": "channel"}

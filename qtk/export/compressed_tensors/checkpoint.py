@@ -43,12 +43,14 @@ class StoredLayer:
         scheme: the library's, without targets.
         tensors: by the end of their names, ``weight_packed``, ``weight_scale`` and so on, as the library stores them.
         is_transposed: whether its weight is [in, out].
+        is_dequantized: see ``QuantizedLayer``.
     """
 
     path: str
     scheme: Any
     tensors: dict[str, Tensor]
     is_transposed: bool = False
+    is_dequantized: bool = False
 
 
 def stored_layers(layer: QuantizedLayer, original: OriginalModel | None, divisor: Tensor | None) -> list[StoredLayer]:
@@ -85,7 +87,7 @@ def _by_rows(layer: QuantizedLayer) -> list[QuantizedLayer]:
     """The layer a few outputs at a time, whose numbers the caches hold: 3 times as fast; whole if that is another."""
     encoding, (rows, *_) = layer.encoding, layer.weight.shape
     at_once = max(1, AT_ONCE * rows // max(1, layer.weight.numel()))
-    if layer.axes.stack or _is_transposed(layer) or encoding.zero_point is not None or at_once >= rows or (
+    if layer.axes.stack or layer.is_transposed or encoding.zero_point is not None or at_once >= rows or (
             encoding.spec.scale_format is not None or encoding.scale.shape[:1] != (rows,)):
         return [layer]
     return [replace(layer, weight=layer.weight[each:each + at_once],
@@ -119,7 +121,7 @@ def _stored_layers(layer: QuantizedLayer, original: OriginalModel | None, diviso
 def _is_packed(layer: QuantizedLayer, scheme: Any) -> bool:
     """Says whether a weight is one of symmetric codes of 4 bits, eight in an int32."""
     spec, weight = layer.encoding.spec, layer.weight
-    return (weight.ndim == 2 and weight.shape[1] % 8 == 0 and layer.inputs is None and not _is_transposed(layer)
+    return (weight.ndim == 2 and weight.shape[1] % 8 == 0 and layer.inputs is None and not layer.is_transposed
             and (spec.dtype, spec.symmetric, spec.scale_format) == (INT4, True, None)
             and scheme.weights.strategy in ("group", "channel") and sys.byteorder == "little")
 
@@ -144,11 +146,6 @@ def scheme_of_layer(layer: QuantizedLayer) -> Any:
     return scheme_of(weights, None if layer.inputs is None else input_arguments(layer.inputs.spec), [])
 
 
-def _is_transposed(layer: QuantizedLayer) -> bool:
-    """Says whether the weight has its inputs before its outputs."""
-    return layer.axes.outputs[0] > layer.axes.columns[0]
-
-
 def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: OriginalModel | None) -> dict[str, Tensor]:
     """Name of each layer's weight in the checkpoint → its part of a weight, or of its scales or zero points.
 
@@ -157,7 +154,7 @@ def by_layer(layer: QuantizedLayer, number: Tensor, end: str, original: Original
 
     Raises: ExportError if the weight is a stack, and checkpoints of the model hold no such layers one by one.
     """
-    if end != "weight" and _is_transposed(layer):
+    if end != "weight" and layer.is_transposed:
         number = number.mT
     if not layer.axes.stack:
         name = layer.name if original is None else next(iter(original.stored({layer.name: layer.weight})))
@@ -200,7 +197,8 @@ def _stored(
     tensors = {end: each.to(kind) if end in SCALES and each.dtype == torch.float32 else each
                for end, each in tensors.items()}
     return StoredLayer(_module(name), scheme, tensors,
-                       is_transposed=_is_transposed(layer) and not layer.axes.stack)
+                       is_transposed=layer.is_transposed and not layer.axes.stack,
+                       is_dequantized=layer.is_dequantized)
 
 
 def _module(name: str) -> str:

@@ -57,9 +57,16 @@ def _warn_of_siblings(layers: Layers) -> None:
 def _warn_of_what_transformers_loads(layers: Layers) -> None:
     """Warns of what servers load and transformers (seen in 5.24) does not, or otherwise."""
     every = layers.quantized.values()
-    if any(layer.encoding.spec.scale_format is not None and layer.weight.dtype != torch.bfloat16 for layer in every):
-        warnings.warn("transformers makes bfloat16 of NVFP4 and MXFP4 weights and does not run them in one of another "
-                      "dtype; simulate and export model.bfloat16()", stacklevel=4)
+    dequantized = [layer.name for layer in every if layer.is_dequantized]
+    cast = [layer for layer in every if layer.encoding.spec.scale_format is not None
+            and layer.weight.dtype != torch.bfloat16]
+    if any(layer.inputs is not None for layer in cast) and not dequantized:
+        warnings.warn("transformers makes bfloat16 of NVFP4 and MXFP4 weights and does not run them with quantized "
+                      "inputs in a model of another dtype; simulate and export model.bfloat16()", stacklevel=4)
+    elif any(layer.encoding.spec.scale_format is ScaleFormat.E4M3 or layer.axes.stack for layer in cast):
+        warnings.warn("transformers rounds NVFP4 weights to bfloat16, and computes experts of MXFP4 in bfloat16, in a "
+                      "model of another dtype too; simulate and export model.bfloat16() to get the numbers of the "
+                      "simulation there", stacklevel=4)
     stacks = [layer for layer in every if layer.axes.stack]
     unread = [layer.name for layer in stacks if layer.encoding.spec.scale_format is ScaleFormat.E4M3
               or not layer.encoding.spec.symmetric
@@ -72,12 +79,17 @@ def _warn_of_what_transformers_loads(layers: Layers) -> None:
     if others:
         warnings.warn(f"transformers reads all experts by one scheme, and {others[0]}{_more(others)} have another than "
                       f"{stacks[0].name}; this file is for servers", stacklevel=4)
-    lost = [layer.name for layer in every if layer.inputs is not None
-            and (layer.axes.stack or layer.axes.outputs[0] > layer.axes.columns[0])]
+    with_inputs = [layer for layer in every if layer.inputs is not None]
+    lost = [layer.name for layer in with_inputs if layer.axes.stack or layer.is_transposed]
     if lost:
         warnings.warn(f"transformers loads {lost[0]}{_more(lost)} with inputs in float, "
                       "for it quantizes the inputs of nn.Linear alone; servers quantize the inputs of experts",
                       stacklevel=4)
+    others = [layer.name for layer in with_inputs if layer.name not in lost]
+    if dequantized and others:
+        warnings.warn(f"transformers reads {dequantized[0]}{_more(dequantized)} alone when it dequantizes all weights "
+                      f"as it loads, and so loads {others[0]}{_more(others)} with inputs in float; this file is for "
+                      "servers", stacklevel=4)
 
 
 def _more(names: Sequence[str]) -> str:

@@ -68,17 +68,9 @@ def quantization_config(
         config_groups=schemes, format=getattr(stored, "value", stored), ignore=_targets(ignored, every),
         kv_cache_scheme=cache, quantization_status=quantization.QuantizationStatus.COMPRESSED,
     ).model_dump(mode="json")
-    if any(_is_dequantized(layer) for layer in layers):
+    if any(layer.is_dequantized for layer in layers):
         config["dequantize"] = True
     return {**config, "version": str(library().__version__)}
-
-
-def _is_dequantized(layer: StoredLayer) -> bool:
-    """Says whether transformers reads a layer alone when it dequantizes it as it loads: others are no ``nn.Linear``, or
-    have packed zero points, for which its modules have no room (seen in 5.24). Quantized inputs are lost so.
-    """
-    weights, inputs = layer.scheme.weights, layer.scheme.input_activations
-    return layer.is_transposed or (inputs is None and not weights.symmetric and weights.strategy != "tensor")
 
 
 def _targets(paths: Sequence[str], every: Set[str]) -> list[str]:

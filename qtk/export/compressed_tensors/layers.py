@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTensor
 from qtk.core.overlaps import joined
 from qtk.core.spec import ScaleFormat
 from qtk.errors import ExportError
@@ -61,6 +62,24 @@ class QuantizedLayer:
     def path(self) -> str:
         """Of its module."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Says whether the weight has its inputs before its outputs."""
+        return self.axes.outputs[0] > self.axes.columns[0]
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Says whether transformers reads the layer alone when it dequantizes it as it loads (seen in 5.24).
+
+        Such a layer is no ``nn.Linear``; or has packed zero points, for which the modules of transformers have no room;
+        or has four-bit floats in a model that is not bfloat16: the library makes bfloat16 weights of these, which
+        transformers casts then alone. Quantized inputs are lost so, in all layers of the model.
+        """
+        spec = self.encoding.spec
+        is_packed = not spec.symmetric and not isinstance(spec.granularity, PerTensor)
+        is_cast = spec.scale_format is not None and self.weight.dtype != torch.bfloat16
+        return (self.is_transposed and not self.axes.stack) or (self.inputs is None and (is_packed or is_cast))
 
 
 @dataclass(slots=True)

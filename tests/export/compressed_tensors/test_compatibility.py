@@ -9,7 +9,7 @@ from torch import nn
 import qtk
 from qtk.export.compressed_tensors.compatibility import warn_of_files
 from qtk.export.compressed_tensors.layers import layers_of
-from tests.export.compressed_tensors.models import BLOCKS, STATIC, Siblings, X, simulated
+from tests.export.compressed_tensors.models import BLOCKS, STATIC, Siblings, Two, X, simulated
 
 
 def said(sim):
@@ -39,9 +39,26 @@ def test_nvfp4_layers_of_one_value_have_one_scale_of_the_tensor():
     assert "q.weight and k.weight read the same value and have other scales of the tensor" in message
     qtk.round_scales(sim)
     assert said(sim) == []
+
+
+@pytest.mark.medium
+def test_four_bit_floats_in_a_model_that_is_not_bfloat16():
+    (rounded,) = said(simulated(nn.Linear(64, 8), {"dtype": "nvfp4"}))
+    assert "transformers rounds NVFP4 weights to bfloat16" in rounded
+    assert said(simulated(nn.Linear(64, 8), {"dtype": "mxfp4"})) == []  # its weights are exact in bfloat16
     for name in ("nvfp4", "mxfp4"):
-        float32 = said(simulated(nn.Linear(64, 8), {"dtype": name}))
-        assert ["makes bfloat16 of NVFP4 and MXFP4 weights" in each for each in float32] == [True]
+        (refused,) = said(simulated(nn.Linear(64, 8), {"dtype": name}, inputs={"dtype": name}))
+        assert "does not run them with quantized inputs in a model of another dtype" in refused
+
+
+@pytest.mark.medium
+def test_inputs_that_are_lost_with_a_layer_that_is_dequantized():
+    asymmetric = {"match": {"path": "last"}, "weight": {"dtype": "uint8", "symmetric": False,
+                  "granularity": "per_channel"}, "input": "float"}
+    sim = simulated(Two(), {"dtype": "int8", "granularity": "per_channel"}, [asymmetric], inputs=STATIC)
+    (message,) = said(sim)
+    assert "reads last.weight alone when it dequantizes all weights" in message
+    assert "so loads first.weight with inputs in float" in message
 
 
 @pytest.mark.medium

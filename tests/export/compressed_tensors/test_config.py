@@ -70,12 +70,13 @@ def test_a_pattern_of_experts_is_of_one_group_alone(of, patterns):
     (("a", {**INT4, "symmetric": False}), True), (("a", {**INT8, "symmetric": False}, TOKENS), False), (("a",), False),
 ])
 def test_what_transformers_reads_only_dequantized_says_so(layer, expected):
-    assert ("dequantize" in config.quantization_config([stored(*layer)], [])) is expected
+    found = config.quantization_config([stored(*layer, is_dequantized=expected), stored("b")], [])
+    assert ("dequantize" in found) is expected
 
 
 @pytest.mark.medium
 def test_weights_with_inputs_first_are_named():
     blocks = {**INT4, "strategy": "block", "block_structure": [32, 1]}
     del blocks["group_size"]
-    found = config.quantization_config([stored("h.c", blocks, is_transposed=True)], [])
+    found = config.quantization_config([stored("h.c", blocks, is_transposed=True, is_dequantized=True)], [])
     assert (found["config_groups"]["group_0"]["targets"], found["dequantize"]) == (["h.c"], True)

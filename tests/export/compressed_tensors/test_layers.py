@@ -45,13 +45,30 @@ FOUR_BITS = {"match": {"path": "head"}, "weight": {"dtype": "int4"}}
      "norm.weight is read by layer_norm"),
     (Two(), X, {"dtype": "int6"}, [], r"first.weight has int6 codes\n  last.weight has int6"),
     (Two(), X, {"dtype": "fp8_e5m2"}, [], r"first.weight has fp8_e5m2 codes"),
-    (Two(), X, {"dtype": "mxfp4"}, [], r"first.weight has fp4_e2m1 codes"),
+    (Transposed(), X, {"dtype": "mxfp4"}, [], r"inner.weight is \[inputs, outputs\], and four-bit floats are packed"),
     (Tied(False), IDS, {"dtype": "int8"}, [], "embed.weight is read by embedding"),
     (Tied(True), IDS, {"dtype": "int8"}, [FOUR_BITS], "is read in another format, or in float, too"),
 ], ids=["conv", "norm", "width", "float", "mx", "embedding", "tied"])
 def test_what_the_format_cannot_hold_is_named(model, x, weight, rules, message):
     with pytest.raises(ExportError, match=message):
         layers_of(simulated(model, weight, rules, x).model)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("model", "weight", "inputs", "expected"), [
+    (Two(), {"dtype": "int4", **BLOCKS}, None, False),
+    (Two(), {"dtype": "uint4", "symmetric": False, **BLOCKS}, None, True),
+    (Two(), {"dtype": "uint8", "symmetric": False, "granularity": "per_tensor"}, None, False),
+    (Two(), {"dtype": "int8", "granularity": "per_channel"}, PER_TOKEN, False),
+    (Transposed(), {"dtype": "int4", **BLOCKS}, None, True),
+    (nn.Linear(64, 8), {"dtype": "mxfp4"}, None, True),
+    (nn.Linear(64, 8), {"dtype": "mxfp4"}, {"dtype": "mxfp4"}, False),
+    (nn.Linear(64, 8).bfloat16(), {"dtype": "mxfp4"}, None, False),
+])
+def test_what_transformers_reads_only_dequantized(model, weight, inputs, expected):
+    x = X.to(next(model.parameters()).dtype)
+    layers = layers_of(simulated(model, weight, x=x, inputs=inputs).model).quantized.values()
+    assert {layer.is_dequantized for layer in layers} == {expected}
 
 
 @pytest.mark.medium
