@@ -31,6 +31,8 @@ UNREACHED_POWER = 1e-4
 """The power, as a multiple of the mean, below which data hardly reach a direction."""
 UNREACHED_PRIOR = 0.01
 """The prior where data reach half of the directions."""
+UNREACHED_SHARE = 0.02
+"""The share of directions that needs no prior: rounding may leave as many where all data reach every direction."""
 OUTPUT_STRIDE = 8
 """The prior is chosen on every 8th output: outputs are solved independently."""
 MIN_OUTPUTS = 64
@@ -110,7 +112,7 @@ def _better(
 
 def least_prior(gram: Tensor, rows: int | Tensor) -> Tensor:
     """The weakest prior that is tried. Shape: as ``shrinkage``."""
-    share = unreached(gram)
+    share = (unreached(gram) - UNREACHED_SHARE).clamp(min=0)
     return shrinkage(gram, rows) + UNREACHED_PRIOR * share / (1 - share)
 
 
