@@ -40,7 +40,7 @@ __all__ = [
     "CALL_ATTRIBUTES", "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES",
     "BatchNormBase", "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload",
     "TorchDispatchMode", "assert_when_run", "base_of", "below_autograd", "call_structure", "checking_sizes",
-    "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree",
+    "custom_functions", "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree",
     "graph_from_bytes", "graph_to_bytes", "has_length_hint",
     "hooks", "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export",
     "is_traced", "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
@@ -384,3 +384,17 @@ def keep_result_as(x: Tensor, rebuild: Callable[[], Tensor]) -> None:
     if version_of(x) == 0:  # reading what is saved would run the hooks of others, and a checkpoint again
         with contextlib.suppress(RuntimeError):
             node._raw_saved_result.register_hooks(lambda _: None, lambda _: rebuild())
+
+
+def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:
+    """The ``torch.autograd.Function`` classes in the autograd graph behind ``output``."""
+    seen, pending = set(), [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None:
+            yield function

@@ -32,6 +32,7 @@ from qtk.torch_private import (
     below_autograd,
     call_structure,
     checking_sizes,
+    custom_functions,
     drop_input_guards,
     empty_like,
     flatten_as,
@@ -392,6 +393,22 @@ def test_is_traced():
     torch.vmap(function)(torch.ones(2))
     torch.func.grad(lambda x: function(x).sum())(torch.ones(2))
     assert seen == [False, True, True, True]
+
+
+def test_custom_functions():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(2, requires_grad=True)
+    assert list(custom_functions(Double.apply(x).relu() + Double.apply(x + 1))) == [Double, Double]
+    assert list(custom_functions(x + 1)) == []
+    assert list(custom_functions(torch.ones(2))) == []
 
 
 def test_module_tables():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -38,23 +39,30 @@ class FirstRun:
 
 def first_run(model: nn.Module, call: Call) -> FirstRun:
     """Runs the model on copies of its example inputs. Raises: CaptureError if it does not run."""
-    for runs in (run_for_loops, _without_loops):
-        given = Call(*detached((call.args, call.kwargs)), None)
-        leaves = pytree.tree_leaves((given.args, given.kwargs))  # of now: a cache may hold others afterwards
-        versions = [_version(leaf) for leaf in leaves]
+    run: FirstRun | None = None
+    with suppress(Exception):  # of an op that takes a graph, say; kept, it would keep what the forward holds
+        run = _run(model, call, run_for_loops)
+    if run is None:
         try:
-            with finding_train_only(model) as train_only:
-                outcome, loops = runs(model, given)
-            break
+            run = _run(model, call, _without_loops)
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
-            failure = error
-    else:
-        raise _does_not_run(model, call.args, call.kwargs, failure) from failure
-    if any(isinstance(leaf, Tensor) and leaf.is_nested
-           for leaf in pytree.tree_leaves((given.args, given.kwargs, outcome.output))):
+            raise _does_not_run(model, call.args, call.kwargs, error) from error
+    leaves = pytree.tree_leaves((call.args, call.kwargs, run.outcome.output))
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         raise CaptureError(f"{type(model).__name__} takes or returns nested tensors; pad them to dense ones")
+    return run
+
+
+def _run(
+    model: nn.Module, call: Call, runs: Callable[[nn.Module, Call], tuple[RunResult, Sequence[FunctionType] | None]]
+) -> FirstRun:
+    given = Call(*detached((call.args, call.kwargs)), None)
+    leaves = pytree.tree_leaves((given.args, given.kwargs))  # of now: a cache may hold others afterwards
+    versions = [_version(leaf) for leaf in leaves]
+    with finding_train_only(model) as train_only:
+        outcome, loops = runs(model, given)
     written = (index for index, leaf in enumerate(leaves) if _version(leaf) != versions[index])
     return FirstRun(outcome, tuple(written), train_only, loops)
 

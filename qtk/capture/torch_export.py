@@ -32,7 +32,7 @@ from qtk.capture.free_shapes import (
     with_batch_of_two,
 )
 from qtk.capture.recurrent_tracing import lengths_stay_free, packing_as_ops
-from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for, without_collections
 from qtk.capture.train_mode.markers import mark
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
@@ -288,7 +288,7 @@ def _export(
     args, kwargs = distinct((args, kwargs))
     has_buffers = any(True for _ in model.buffers())
     with (
-        silent_torch(), lengths_stay_free(), packing_as_ops(),
+        silent_torch(), lengths_stay_free(), packing_as_ops(), without_collections(),
         assigned_in_place(model) if has_buffers else contextlib.nullcontext(),
     ):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)

@@ -38,7 +38,10 @@ make one: 40,000 in a model of two layers."""
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection looks through the million objects of a capture in the body: a tenth of its time."""
+    """No garbage collection looks through the million objects of a trace in the body: a tenth of its time.
+
+    A run of a model is none: what it computes may hang in cycles until it is collected.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -24,7 +24,7 @@ from qtk.capture.island_search import capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.restored import restored
-from qtk.capture.tracing import TRACING, without_collections
+from qtk.capture.tracing import TRACING
 from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes, served_by_others, serving
@@ -142,7 +142,7 @@ def prepare_model(
         to_exclude = [*model.meta[TO_EXCLUDE], *to_exclude]
         model = model.meta[ORIGINAL]
     excluded = [module_names(model, module) for module in to_exclude]
-    with TRACING, without_collections():
+    with TRACING:
         if example_inputs is None:
             return _traced(model, to_exclude, variants)
         calls = [Call(*split_inputs(without_labels(model, inputs)), None) for inputs in (example_inputs, *variants)]

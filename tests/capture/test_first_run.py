@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +50,25 @@ def test_an_op_that_takes_a_graph_is_run_without_looking_for_loops():
     run = first_run(Chooses(), Call((torch.ones(2),), {}, None))
     assert run.outcome.output.tolist() == [2.0, 2.0]
     assert run.loops in (None, [])
+
+
+def test_nothing_is_kept_of_a_run_that_fails():
+    kept = []
+
+    class Chooses(nn.Module):
+        def forward(self, x):
+            large = x.new_zeros(1000)
+            kept.append(weakref.ref(large))
+            assert len(kept) == 1 or kept[0]() is None
+            return torch.ops.higher_order.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    gc.disable()
+    try:
+        run = first_run(Chooses(), Call((torch.ones(2),), {}, None))
+    finally:
+        gc.enable()
+    assert len(kept) == 2
+    assert run.loops is None
 
 
 def test_a_model_that_does_not_run_says_where():
