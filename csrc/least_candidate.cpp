@@ -38,7 +38,7 @@ int64_t least_of_row(const T* x, int64_t width, const RowCandidates& of, const M
   const double most = found * (1 + SLACK);
   std::vector<int64_t> left;
   for (int64_t c = 0; c < of.count; ++c) {
-    if (!(of.bounds[c] > most)) {  // a NaN is left too
+    if (!(of.bounds[c] > most) || std::isinf(of.scale[c])) {  // whose error may be NaN is left too
       left.push_back(c);
     }
   }
@@ -65,7 +65,7 @@ Tensor least_candidate_cpu(
       !zero_points || zero_points->sizes() == scales.sizes(), "as many zero points as scales are needed");
   TORCH_CHECK_VALUE(!counts || counts->sizes() == rows.sizes(), "as many counts as elements are needed");
   const auto by_row = [](const Tensor& each) { return each.detach().to(at::kDouble).t().contiguous(); };
-  const Tensor x = rows.detach().contiguous(), steps = by_row(scales).abs_().clamp_min_(SMALLEST_SCALE);
+  const Tensor x = rows.detach().contiguous(), steps = by_row(scales).abs().clamp_min_(SMALLEST_SCALE);
   const Tensor zeros = zero_points ? by_row(*zero_points) : at::zeros_like(steps);
   const Tensor weights = counts ? counts->detach().to(at::kDouble).contiguous() : Tensor();
   Tensor index = at::empty({x.size(0)}, x.options().dtype(at::kLong));

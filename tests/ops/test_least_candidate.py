@@ -64,6 +64,16 @@ def test_ties_take_the_first_and_a_nan_wins():
     assert op.least_candidate(rows, scales, None, -8, 7, clipped=3.0).tolist() == [0, 0, 7, 0]
 
 
+def test_arguments_stay_as_they_are_and_an_infinite_scale_may_win_as_a_nan():
+    scales = torch.tensor([[-1.0], [-0.5]], dtype=torch.float64)
+    op.least_candidate(torch.randn(1, 9, dtype=torch.float64), scales, None, -8, 7)
+    assert scales.tolist() == [[-1.0], [-0.5]]
+    rows, counts = torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[2, 0, 1]])
+    scales, zeros = torch.tensor([[1.0], [torch.inf]]), torch.tensor([[0], [9]], dtype=torch.int32)
+    for each in (op.least_candidate, op._reference):
+        assert each(rows, scales, zeros, 0, 3, counts=counts).tolist() == [1]
+
+
 def test_other_norms_and_any_number_of_threads():
     rows, threads = torch.randn(3, 40_000), torch.get_num_threads()
     scales = rows.abs().amax(1) / 127 * torch.linspace(0.5, 1, 40)[:, None]
