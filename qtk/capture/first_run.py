@@ -16,7 +16,7 @@ from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.verify_prepared import RunResult, eval_outcome
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.nn.device import LOAD, empty_tensors, is_dry_run
-from qtk.torch_private import pytree
+from qtk.torch_private import pytree, version_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,4 +88,4 @@ def _does_not_run(
 
 def _version(leaf: object) -> int:
     """Says how often a tensor was written to; 0 where torch does not count."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+    return version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

@@ -1,5 +1,6 @@
 """Simulations made in several threads at once are those made one after the other."""
 
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from torch.export import Dim
 import qtk
 from qtk.calls.served_sizes import ALL, LATE
 from qtk.capture import torch_export
-from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for
+from qtk.capture.tracing import FLOOR_S, TIMES, OutOfTime, tracing_for, without_collections
 from qtk.errors import CaptureError
 
 WIDTHS = range(4, 12)
@@ -111,3 +112,27 @@ def test_a_large_model_has_a_multiple_of_the_time_of_its_batch(monkeypatch):
     assert prepared.sizes.asked == ALL
     assert [limit is None for limit in given] == [False, False, True, False]
     assert given[3] > TIMES * 1e-3
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_behind_a_trace_that_fails_if_it_was_before(enabled):
+    seen = []
+
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if torch.compiler.is_exporting():
+                seen.append(gc.isenabled())
+                raise ValueError
+            return x + 1
+
+    try:
+        if not enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError), without_collections():
+            raise ZeroDivisionError
+        qtk.prepare_model(Refuses(), torch.ones(2))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)

@@ -261,3 +261,13 @@ def test_layers_of_few_outputs_are_not_rehearsed():
     runs.clear()
     choose(Wide(127).start, [Counted()])
     assert set(runs) == {127}
+
+
+def test_a_direction_of_a_hundred_asks_for_no_prior_beside_the_shrinkage_and_ten_do():
+    generator = torch.Generator().manual_seed(0)
+    for missing, asks in ((1, False), (10, True)):
+        x = torch.randn(5000, 100, generator=generator)
+        x[:, :missing] = x[:, missing:2 * missing]
+        gram = (x.mT @ x)[None, None]
+        assert 0 < unreached(gram).item() < 0.12
+        assert bool(least_prior(gram, 5000) > shrinkage(gram, 5000)) == asks
