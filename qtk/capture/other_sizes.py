@@ -26,8 +26,9 @@ from qtk.capture.verify_prepared import RunResult, eval_difference, eval_outcome
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import TorchDispatchMode, pytree, size_guards
 
-TIME_SHARE, LEAST_S = 0.3, 0.1
-"""Largest share of the time of a capture that trying other sizes may take, and seconds that it may always take."""
+TIME_SHARE, LEAST_S = 0.3, 0.5
+"""Largest share of the time of a capture that trying other sizes may take, and seconds that it may always take: more
+than a pause of a loaded machine."""
 
 MAX_JOINT, MAX_GUARDS = 2, 8
 """Number of trials in which all free axes have other lengths, and of conditions of torch that are broken on purpose."""
@@ -52,7 +53,6 @@ class SizeGuard:
 
     condition: str
     symbols: tuple[str, ...]
-
 
 
 class OtherSizes:
