@@ -30,6 +30,17 @@
 
 namespace qtk {
 
+// Whether std::fma in a loop compiled for every CPU is one instruction there.
+INLINE bool has_fma() {
+#if defined(QTK_ARCH) || (defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__))
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__x86_64__)
+  return false;
+#else
+  return true;
+#endif
+}
+
 // Half precision by its bits.
 struct BFloat16 {
   uint16_t bits;

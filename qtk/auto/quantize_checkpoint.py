@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from qtk.atomic import staged_directory
-from qtk.capture.tracing import TRACING
+from qtk.capture.tracing import TRACING, without_collections
 from qtk.config.schema import QuantConfig
 from qtk.data.forward_pass import Batch, Forward
 from qtk.data.valid_tokens import Valid
@@ -83,9 +84,10 @@ def quantize_checkpoint(
         batch = next(iter(data), None) if forward is None and not isinstance(data, Iterator | None) else None
         example_inputs = batch if isinstance(batch, torch.Tensor | tuple | dict) else TOKENS
     with staged_directory(target, force=force) as stage:
-        sim = QuantSim.from_checkpoint(
-            source, example_inputs, model=model, config=config, dynamic_shapes="all" if resolved else None,
-            verify=bool(resolved))
+        with nullcontext() if resolved else without_collections():  # a run of a few tokens leaves little
+            sim = QuantSim.from_checkpoint(
+                source, example_inputs, model=model, config=config, dynamic_shapes="all" if resolved else None,
+                verify=bool(resolved))
         if any(not decided.static for decided in sim.plan.values()):
             raise ConfigError("the config quantizes activations; give one of weights alone, such as vllm_w4a16")
         say_forecast(sim.simulation, progress=progress and not resolved)

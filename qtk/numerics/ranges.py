@@ -44,14 +44,14 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
 def covering_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     """As ``choose_range``, of bounds that are known to be finite: they are not looked at, so nothing is waited for.
 
-    Shape: as ``choose_range``; ``low``, ``high`` float64.
+    Shape: as ``choose_range``; ``low``, ``high`` float64, of shapes that broadcast to the result's.
     """
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     if spec.symmetric:
         scale = torch.maximum(high / spec.qmax, low / spec.qmin)
     else:
         scale = (high - low) / (spec.qmax - spec.qmin)
-    scale = torch.where(scale == 0, 1.0, scale.clamp(min=SMALLEST_SCALE)).to(torch.float32)
+    scale = scale.masked_fill_(scale == 0, 1.0).clamp_(min=SMALLEST_SCALE).to(torch.float32)
     if spec.symmetric:
         if spec.scale_format is not None:
             scale = stored(torch.maximum(high, -low).to(torch.float32), scale, spec)

@@ -10,6 +10,7 @@
 #include "coordinate_descent_loops.h"
 #include "fake_quantize_loops.h"
 #include "feedback_rounding_loops.h"
+#include "least_output_error_loops.h"
 #include "statistics_loops.h"
 
 using namespace qtk;
@@ -193,12 +194,41 @@ void run_searches(const std::string& name) {
 }
 
 template <class T>
+void run_choices(const std::string& name) {
+  constexpr int64_t COUNT = 19;  // more candidates than are summed together
+  const std::vector<T> x = tensor<T>(false), with_nan = tensor<T>();
+  std::vector<float> scale = positive(COUNT * ROWS), zero = whole(COUNT * ROWS);
+  for (float& each : scale) {
+    each = 1.0f + each;  // about where codes of 4 bits cover ±10
+  }
+  const ErrorWeights weights{-8.0f, 7.0f, 2.0, 6.0};
+  for (const float* zeros : {static_cast<const float*>(nullptr), static_cast<const float*>(zero.data())}) {
+    std::vector<int64_t> index(ROWS), narrow(ROWS), nan(ROWS);
+    const RangeCandidates candidates{scale.data(), zeros, COUNT, ROWS};
+    least_output_error_rows(x.data(), ROWS, WIDTH, candidates, weights, index.data());
+    least_output_error_rows(x.data(), ROWS, 31, candidates, weights, narrow.data());
+    least_output_error_rows(with_nan.data(), ROWS, WIDTH, candidates, weights, nan.data());
+    print(name + (zeros ? " choices, shifted" : " choices"), index, narrow, nan);
+  }
+  const std::vector<double> scales(scale.begin(), scale.end()), shifts(zero.begin(), zero.end());
+  std::vector<double> bounds(COUNT), errors(COUNT);
+  const Measure<double> measure{nullptr, -8.0, 7.0, 3.0, true};
+  row_bounds(x.data(), WIDTH, {scales.data(), shifts.data(), bounds.data(), COUNT}, measure);
+  for (int64_t candidate = 0; candidate < COUNT; ++candidate) {
+    errors[candidate] = row_error(x.data(), WIDTH, scales[candidate], shifts[candidate], measure,
+                                  std::numeric_limits<double>::infinity());
+  }
+  print(name + " row errors", bounds, errors);
+}
+
+template <class T>
 void run_for(const std::string& name) {
   run_fake_quantize<T>(name + " codes", Codes{-128.0f, 127.0f});
   run_fake_quantize<T>(name + " fp8", SmallFloats{-448.0f, 448.0f, 121, 3});
   run_residual<T, int8_t>(name + " int8 residual");
   run_residual<T, int16_t>(name + " int16 residual");
   run_statistics<T>(name);
+  run_choices<T>(name);
 }
 
 }  // namespace

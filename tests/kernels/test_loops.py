@@ -79,7 +79,7 @@ def test_the_build_options_are_those_of_the_library():
 @pytest.mark.parametrize(("loops", "wanted"), [
     ("fake_quantize_loops", {"fdiv", "fmul", "fadd", "frinti"}), ("candidate_errors_loops", {"fdiv", "fmul", "frinti"}),
     ("feedback_rounding_loops", {"fdiv", "fmul", "frinti"}), ("coordinate_descent_loops", {"fmul", "fadd"}),
-    ("statistics_loops", {"fmul", "frintm", "fcmgt"}),
+    ("statistics_loops", {"fmul", "frintm", "fcmgt"}), ("least_output_error_loops", {"fdiv", "fmla", "frinti"}),
 ])
 def test_loops_for_arm_are_vectorized(loops, wanted, for_arm):
     # nearbyint is frinti, which rounds by the processor's mode: ties to even, if nobody has changed it
@@ -90,7 +90,7 @@ def test_loops_for_arm_are_vectorized(loops, wanted, for_arm):
 
 @needs(ARM)
 def test_no_loop_is_left_out_and_code_without_vectors_is_told_apart(for_arm, tmp_path):
-    assert len(for_arm) == len(LOOPS) == 5
+    assert len(for_arm) == len(LOOPS) == 6
     (made,) = built(tmp_path, ARM, "-fno-tree-vectorize", sources=[SMALL])
     assert not VECTORS.findall(instructions(made, ARM))
 

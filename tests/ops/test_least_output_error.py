@@ -17,11 +17,11 @@ def errors(rows, scales, zeros, mean, gain):
 
 @pytest.mark.parametrize(("count", "kind"), [(1, torch.float32), (7, torch.float32), (128, torch.bfloat16),
                                              (1031, torch.float16), (130, torch.float64)], ids=str)
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_no_candidate_has_a_smaller_error(count, kind, asymmetric):
+@pytest.mark.parametrize(("candidates", "asymmetric"), [(9, False), (9, True), (16, True), (37, False)])
+def test_no_candidate_has_a_smaller_error(count, kind, candidates, asymmetric):
     generator = torch.Generator().manual_seed(count)
     rows = (torch.randn(41, count, generator=generator) * torch.logspace(-9, 9, 41)[:, None]).clamp(-3e4, 3e4).to(kind)
-    scales = rows.float().abs().amax(1).clamp(min=1e-12) / 7 * torch.linspace(1, 0.5, 9)[:, None]
+    scales = rows.float().abs().amax(1).clamp(min=1e-12) / 7 * torch.linspace(1, 0.5, candidates)[:, None]
     zeros = torch.randint(-8, 8, scales.shape, generator=generator).int() if asymmetric else None
     expected = errors(rows, scales, zeros, 2.0, 6.0)
     found = op.least_output_error(rows, scales, zeros, -8, 7, mean=2.0, gain=6.0)
