@@ -50,6 +50,8 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", COMMON),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**COMMON, "head_dim": 16}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**COMMON, "head_dim": 16, "sliding_window": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**COMMON, "sliding_window": 16}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**COMMON, "pad_token_id": 0}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**COMMON, "num_local_experts": 4}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
         "vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0,
