@@ -34,6 +34,9 @@ from qtk.numerics.codes import codes_of, values_of
 
 CONFIG_FILE = config.CONFIG_FILE
 
+TENSORS_OF_WEIGHT = 4
+"""Packed codes, their shape, scales and zero points, or a divisor and a range of inputs."""
+
 TWO_BITS = 2.0**-22
 """The last two bits of a float32."""
 
@@ -83,7 +86,9 @@ def export(model: nn.Module, folder: Path, tokenizer: object | None = None, *, p
     cache, scales = scales_of(layers.caches, original, dtype)
     warn_of_files(layers)
     warn_of_caches(layers.caches, original, scales)
-    divisors, stored, shards = layers.global_scales(), list[StoredLayer](), Shards(folder)
+    num_weights = sum(len(each.weight) if each.axes.stack else 1 for each in layers.quantized.values())
+    divisors, stored = layers.global_scales(), list[StoredLayer]()
+    shards = Shards(folder, len(tensors) + TENSORS_OF_WEIGHT * num_weights + len(scales))
     for name, tensor in tensors.items():
         shards.add(name, tensor)
     for name, layer in tqdm(layers.quantized.items(), "writing", unit="layer", leave=False, disable=not progress):

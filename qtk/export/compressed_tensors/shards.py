@@ -24,20 +24,30 @@ LARGEST_BYTES = 5 * 10**9
 AT_ONCE = 1 << 24
 """Bytes that are copied from file to file together."""
 
+ALIGNED = 8
+"""Bytes of the largest element: tensors of a multiple of them leave the next one aligned."""
+
+SHARD = 2 * ALIGNED
+"""Stands for the shard itself among the sizes of elements whose tensors wait: it comes before all of them."""
+
+ROOM, ROOM_OF_ONE = 1 << 10, 192
+"""Bytes that are left for the header of a shard, and more for each tensor."""
+
 
 class Shards:
     """Shards of at most ``LARGEST_BYTES`` in the order of their tensors, with an index if there are several.
 
-    In a shard tensors lie by the size of their elements, the largest first, so that all are aligned. Their bytes wait
-    in temporary files, one for each size, until the shard is full.
+    All tensors are aligned: they lie as they come behind the room that is left for the header, but those that would
+    shift the next ones wait in temporary files, one for each size of an element, and come last, the largest first.
 
     Args:
         folder: where to.
+        num_tensors: how many there will be, about; where the header takes more room, the shard is written twice.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._waiting: dict[int, IO[bytes]] = {}  # by the size of an element
+    def __init__(self, folder: Path, num_tensors: int = 0) -> None:
+        self._folder, self._room = folder, ROOM + ROOM_OF_ONE * num_tensors
+        self._open: dict[int, IO[bytes]] = {}  # by the size of an element, or ``SHARD``
         self._headers: dict[int, dict[str, tuple[str, list[int], int]]] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self._size = self._total = 0
@@ -48,12 +58,11 @@ class Shards:
         size = plain.numel() * plain.element_size()
         if self._size and self._size + size > LARGEST_BYTES:
             self._end_shard()
-        width = plain.element_size()
-        if width not in self._waiting:
-            self._waiting[width] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with the shard
+        place = plain.element_size() if size % ALIGNED else SHARD
+        file = self._file(place)
         if size:
-            self._waiting[width].write(plain.flatten().view(torch.uint8).numpy().data)
-        self._headers.setdefault(width, {})[name] = _name_of(plain.dtype), list(plain.shape), size
+            file.write(plain.flatten().view(torch.uint8).numpy().data)
+        self._headers.setdefault(place, {})[name] = _name_of(plain.dtype), list(plain.shape), size
         self._size, self._total = self._size + size, self._total + size
 
     def end(self) -> None:
@@ -71,29 +80,53 @@ class Shards:
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
+    def _file(self, place: int) -> IO[bytes]:
+        if place not in self._open:
+            if place != SHARD:
+                self._open[place] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with the shard
+            else:
+                self._open[place] = self._path().open("w+b")  # noqa: SIM115  closed with the shard
+                self._open[place].seek(self._room)
+        return self._open[place]
+
+    def _path(self) -> Path:
+        return self._folder / f"{len(self._files)}.shard"
+
     def _end_shard(self) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         names, begin = list[str](), 0
-        for width in sorted(self._headers, reverse=True):
-            for name, (kind, shape, size) in self._headers[width].items():
+        for place in sorted(self._headers, reverse=True):
+            for name, (kind, shape, size) in self._headers[place].items():
                 header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + size]}
                 names.append(name)
                 begin += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        path = self._folder / f"{len(self._files)}.shard"
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for width in sorted(self._headers, reverse=True):
-                with self._waiting[width] as waiting:
-                    _append(waiting, file)
+        text = text.ljust(self._room - ALIGNED) if len(text) <= self._room - ALIGNED else text + b" " * (-len(text) % 8)
+        path = self._path()
+        with self._file(SHARD) as shard:
+            file = shard
+            if ALIGNED + len(text) > self._room:
+                path.unlink()
+                file = path.open("w+b")
+            with file:
+                file.seek(0)
+                file.write(len(text).to_bytes(8, "little") + text)
+                if file is not shard:
+                    _append(shard, file, self._room)
+                for place in sorted(self._open.keys() - {SHARD}, reverse=True):
+                    with self._open[place] as waiting:
+                        _append(waiting, file)
         self._files.append((path, names))
-        self._waiting, self._headers, self._size = {}, {}, 0
+        self._open, self._headers, self._size = {}, {}, 0
 
 
-def _append(waiting: IO[bytes], file: IO[bytes]) -> None:
-    """Copies a file to the end of another, in the system where it can, in a quarter of the time. Raises: OSError."""
-    size, begin = waiting.seek(0, os.SEEK_END), 0
+def _append(waiting: IO[bytes], file: IO[bytes], begin: int = 0) -> None:
+    """Copies a file, or what lies behind its first bytes, to the end of another: in the system, in a quarter of the time.
+
+    Raises: OSError.
+    """
+    size = waiting.seek(0, os.SEEK_END)
+    file.seek(0, os.SEEK_END)
     file.flush()
     with suppress(AttributeError, OSError):
         while begin < size and (copied := os.copy_file_range(waiting.fileno(), file.fileno(), size - begin, begin)):
