@@ -47,6 +47,7 @@ from qtk.report.verdict import ON, OPENVINO, FileRun
 from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.loaded_file import rows_like
+from qtk.workflow.verify_export import size_bytes
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "runtimes.csv"
 BATCHES = (1, 64)
@@ -81,8 +82,9 @@ def cell(name: str, kind: RuntimeKind, arguments: argparse.Namespace) -> Cells:
             file, in_float = Path(folder) / "out" / kind.file_name(""), Path(folder) / f"float{kind.suffix}"
             graph = roots(qtk.prepare_model(case.model, case.calibration))[""]
             steps = [partial(agreement, sim, case, kind, file),
-                     partial(_written, kind, graph, Call(case.calibration, {}, None), in_float),
-                     partial(times, kind, graph, case, (file, in_float), arguments.seconds)]
+                     partial(_written, kind, graph, Call(case.calibration, {}, None), in_float)]
+            if kind.untimed is None:
+                steps.append(partial(times, kind, graph, case, (file, in_float), arguments.seconds))
             if arguments.peer and kind.name == "litert":
                 steps.append(partial(beside_peer, case, file, in_float))
         except Exception as error:  # whatever it says
@@ -177,7 +179,7 @@ def _to_float_db(file: Path, inputs: Sequence[Tensor], expected: Tensor) -> str:
 
 def _written(kind: RuntimeKind, graph: torch.fx.GraphModule, call: Call, path: Path) -> Cells:
     kind.write_float(graph, call, path)
-    return {"float bytes": f"{path.stat().st_size:,}"}
+    return {"float bytes": f"{size_bytes(path):,}"}
 
 
 def _share(value: float | None) -> str:

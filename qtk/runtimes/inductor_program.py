@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -77,11 +78,14 @@ class InductorProgram(LoadedProgram):
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         # which ``import torch`` does not load; torchao's patterns do not take ``options={"freezing": True}``
-        inductor, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("utils", "config"))
-        with silent_torch(), torch.no_grad(), config.patch(freezing=True):
+        graph, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("graph", "config"))
+        code: list[str] = []
+        # not run_and_get_code: it resets Dynamo, and what was compiled before would be compiled anew without the patterns
+        written = mock.patch.object(graph.GraphLowering, "save_output_code", code.append)
+        with silent_torch(), torch.no_grad(), config.patch(freezing=True), written:
             function = torch.compile(self._program.program.module(), dynamic=False)
             try:
-                _, code = inductor.run_and_get_code(function, *args, **kwargs)
+                function(*args, **kwargs)
             except Exception as error:  # whatever the compiler says
                 raise ExportError(f"{self.runtime} does not compile it: {first_line(error)}") from error
         self._code = "\n".join(code) if self._code is None else self._code
