@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
+from qtk.calls.served_sizes import size_at
 from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -34,13 +35,13 @@ class MatrixProduct:
         node: the op.
         operands: the sites whose codes it multiplies, data first; ``None`` for one that is not quantized.
         calls: how often it is computed when the model is called once.
-        longer: the lengths of dynamic axes, as multiples of the lengths at capture.
+        sizes: name of a free size of its graph → its length in that call.
     """
 
     node: fx.Node
     operands: tuple[Site | None, Site | None]
     calls: int
-    longer: float
+    sizes: Mapping[str, int]
 
     @property
     def multiplications(self) -> int:
@@ -57,12 +58,13 @@ class MatrixProduct:
 
     def lengths(self, value: fx.Node) -> list[int]:
         """The shape of the result or of an operand."""
-        return self.lengths_of(value.meta["val"], self.longer)
+        return self.lengths_of(value.meta["val"], self.sizes)
 
     @staticmethod
-    def lengths_of(value: Tensor, longer: float) -> list[int]:
-        """The shape of a value at capture, with dynamic axes that are ``longer`` times as long."""
-        return [length if isinstance(length, int) else round(length_hint(length) * longer) for length in value.shape]
+    def lengths_of(value: Tensor, sizes: Mapping[str, int]) -> list[int]:
+        """The shape of a value with some lengths of the free sizes; a length of other names is that at capture."""
+        known = (length if isinstance(length, int) else size_at(str(length), sizes) for length in value.shape)
+        return [length_hint(own) if length is None else length for own, length in zip(value.shape, known, strict=True)]
 
 
 def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[MatrixProduct]:
@@ -82,7 +84,7 @@ def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[M
             if row is not None and row.product is not None:
                 data, other = (calls.made_by(port.value) for port in operand_ports(node))
                 operands = (sites.get(data) if data else None, sites.get(other) if other else None)
-                found.append(MatrixProduct(node, operands, calls.counts[graph], calls.longer[graph]))
+                found.append(MatrixProduct(node, operands, calls.counts[graph], calls.sizes[graph]))
     return found
 
 
@@ -97,7 +99,7 @@ def operand_ports(node: fx.Node) -> tuple[Port, Port]:
 class GraphCalls:
     """How often each graph runs, and which quantizers make what ops read, inside and outside of composites.
 
-    ``counts``: graph → its calls. ``longer``: graph → how much longer its inputs are than at capture.
+    ``counts``: graph → its calls. ``sizes``: graph → name of a free size → its length in the last of them.
 
     What a nested graph is given is told by its memory, which views share; so all values are kept while the model runs.
 
@@ -107,7 +109,7 @@ class GraphCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self.counts: dict[CapturedGraph, int] = {}
-        self.longer: dict[CapturedGraph, float] = {}
+        self.sizes: dict[CapturedGraph, dict[str, int]] = {}
         self._graphs = list(graphs(model).values())
         self._flows = {graph.graph: Flow(graph.graph) for graph in self._graphs}
         self._given: dict[fx.Node, Quantizer | None] = {}
@@ -164,5 +166,16 @@ class GraphCalls:
         for node, value in tensors.items():
             self._given[node] = self._makers.get(value.untyped_storage().data_ptr())
         self.counts[graph] = self.counts.get(graph, 0) + 1
-        self.longer[graph] = next((value.numel() / max(1, math.prod(map(length_hint, node.meta["val"].shape)))
-                                   for node, value in tensors.items()), 1.0)
+        self.sizes[graph] = {name: length for node, value in tensors.items()
+                             for name, length in _free_lengths(node.meta["val"].shape, value).items()}
+
+
+def _free_lengths(shape: Sequence[int | torch.SymInt], value: Tensor) -> dict[str, int]:
+    """The lengths of the free sizes of a shape in a value; of the one free size also where its axes are in another
+    order, as sequences come to a recurrent layer, once by sample and once by step.
+    """
+    fixed = math.prod(size for size in shape if isinstance(size, int))
+    free = [str(size) for size in shape if not isinstance(size, int)]
+    if len(free) == 1:
+        return {free[0]: value.numel() // max(1, fixed)}
+    return {str(size): length for size, length in zip(shape, value.shape, strict=False) if not isinstance(size, int)}

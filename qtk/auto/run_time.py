@@ -80,7 +80,7 @@ class _Ops:
     """
 
     def __init__(self, graph: CapturedGraph, kernels: Kernels, calls: GraphCalls, simulation: Simulation) -> None:
-        self._flow, self._kernels, self._calls, self._longer = Flow(graph.graph), kernels, calls, calls.longer[graph]
+        self._flow, self._kernels, self._calls, self._sizes = Flow(graph.graph), kernels, calls, calls.sizes[graph]
         self.composites: set[CapturedGraph] = set()
         plan = simulation.plan
         self._plans = {simulation.quantizers[site]: plan[site] for site in leaders(plan)}
@@ -105,7 +105,7 @@ class _Ops:
         units = self._elements(node)
         if row.product is not None:
             operands = [port.value for port in operand_ports(node)]
-            units = MatrixProduct(node, (None, None), 1, self._longer).multiplications
+            units = MatrixProduct(node, (None, None), 1, self._sizes).multiplications
         elif self._is_fused(node, row):
             if self._maker(node.all_input_nodes[0]) in self._in_integers:
                 self._in_integers.add(node)
@@ -131,7 +131,7 @@ class _Ops:
         is_attention = isinstance(called_module(node), Attention)
         if is_attention:  # queries, keys and values [..., tokens, features]
             queries, keys_of = (each for each in node.args[:2] if isinstance(each, fx.Node))  # maybe one value
-            keys = MatrixProduct.lengths_of(keys_of.meta["val"], self._longer)[-2]
+            keys = MatrixProduct.lengths_of(keys_of.meta["val"], self._sizes)[-2]
             time = 2 * keys * self._elements(queries) * self._kernels.row(("matmul", "matmul")).float
         elif weights:
             rows = self._elements(node) / self._lengths(node)[-1]
@@ -196,4 +196,4 @@ class _Ops:
         found = value.meta.get("val")
         while isinstance(found, (list, tuple)) and found:
             found = found[0]
-        return MatrixProduct.lengths_of(found, self._longer) if isinstance(found, Tensor) else [0]
+        return MatrixProduct.lengths_of(found, self._sizes) if isinstance(found, Tensor) else [0]

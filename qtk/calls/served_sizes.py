@@ -169,6 +169,20 @@ def evaluate(condition: str, lengths: Mapping[str, int]) -> bool:
         return False
 
 
+def size_at(size: str, lengths: Mapping[str, int]) -> int | None:
+    """The value of a size, a Python expression over names of lengths; ``None`` if it has another name, or is none.
+
+    >>> size_at("2*s0 + 1", {"s0": 3}), size_at("s1", {"s0": 3})
+    (7, None)
+    """
+    if size in lengths:
+        return lengths[size]
+    try:
+        return int(eval(_compiled(size), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
+    except (NameError, SyntaxError, ZeroDivisionError):
+        return None
+
+
 @functools.cache
 def _compiled(condition: str) -> CodeType:
     return compile(condition, "<sizes>", "eval")

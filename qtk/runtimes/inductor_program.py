@@ -80,7 +80,7 @@ class InductorProgram(LoadedProgram):
         # which ``import torch`` does not load; torchao's patterns do not take ``options={"freezing": True}``
         graph, config = (importlib.import_module(f"torch._inductor.{name}") for name in ("graph", "config"))
         code: list[str] = []
-        # not run_and_get_code: it resets Dynamo, and what was compiled before would be compiled anew without the patterns
+        # not run_and_get_code: it resets Dynamo, and programs from before would be compiled anew, without the patterns
         written = mock.patch.object(graph.GraphLowering, "save_output_code", code.append)
         with silent_torch(), torch.no_grad(), config.patch(freezing=True), written:
             function = torch.compile(self._program.program.module(), dynamic=False)

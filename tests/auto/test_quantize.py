@@ -147,8 +147,8 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_tries_dynamic_quantization_as_late_as_a_whole_one(tmp_path):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
-    data, evaluated = list(torch.randn(4, 8, 1, 6, 6)), []
+    net = nn.Sequential(nn.Conv2d(8, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(512, 2)).eval()
+    data, evaluated = list(torch.randn(4, 8, 8, 8, 8)), []
 
     def metric(each, stop=3):
         evaluated.append(each)

@@ -85,7 +85,7 @@ class Shards:
             if place != SHARD:
                 self._open[place] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with the shard
             else:
-                self._open[place] = self._path().open("w+b")  # noqa: SIM115  closed with the shard
+                self._open[place] = self._path().open("w+b")
                 self._open[place].seek(self._room)
         return self._open[place]
 
@@ -121,7 +121,8 @@ class Shards:
 
 
 def _append(waiting: IO[bytes], file: IO[bytes], begin: int = 0) -> None:
-    """Copies a file, or what lies behind its first bytes, to the end of another: in the system, in a quarter of the time.
+    """Copies a file, or what lies behind its first bytes, to the end of another: in the system, in a quarter of the
+    time.
 
     Raises: OSError.
     """
