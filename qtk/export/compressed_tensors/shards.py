@@ -37,7 +37,7 @@ ROOM, ROOM_OF_ONE = 1 << 10, 192
 class Shards:
     """Shards of at most ``LARGEST_BYTES`` in the order of their tensors, with an index if there are several.
 
-    All tensors are aligned: they lie as they come behind the room that is left for the header, but those that would
+    All tensors are aligned: they lie as they come behind the room that is left for the header, but tensors that would
     shift the next ones wait in temporary files, one for each size of an element, and come last, the largest first.
 
     Args:
