@@ -171,8 +171,8 @@ class GraphCalls:
 
 
 def _free_lengths(shape: Sequence[int | torch.SymInt], value: Tensor) -> dict[str, int]:
-    """The lengths of the free sizes of a shape in a value; of the one free size also where its axes are in another
-    order, as sequences come to a recurrent layer, once by sample and once by step.
+    """The lengths of the free sizes of a shape in a value; of a single one also where its axes are in another order, as
+    sequences come to a recurrent layer, once by sample and once by step.
     """
     fixed = math.prod(size for size in shape if isinstance(size, int))
     free = [str(size) for size in shape if not isinstance(size, int)]
