@@ -10,6 +10,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <string_view>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,14 +31,17 @@
 
 namespace qtk {
 
-// Whether std::fma in a loop compiled for every CPU is one instruction there.
+// Whether std::fma is one instruction in the loops that run: those for AVX2 and AVX-512, or on another processor.
 INLINE bool has_fma() {
-#if defined(QTK_ARCH) || (defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__))
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#elif defined(__x86_64__)
-  return false;
-#else
+#if !defined(__x86_64__)
   return true;
+#elif defined(QTK_ARCH)
+  constexpr std::string_view arch = QTK_TEXT(QTK_ARCH);
+  return arch == "x86-64-v3" || arch == "x86-64-v4";
+#elif defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("x86-64-v3");
+#else
+  return false;
 #endif
 }
 

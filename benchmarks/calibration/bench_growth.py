@@ -1,4 +1,4 @@
-"""Times calibration against the number of batches, sites, channels and tokens, and draws docs/pictures/growth.svg.
+"""Times calibration against the number of batches, layers, channels and tokens, and draws docs/pictures/growth.svg.
 
 CPU seconds of ``compute_encodings`` at W8A8, the median of three, one thread. A line of slope 1 in the logarithmic
 picture is a time that grows as the data do; where it is flatter, a fixed part shows.
@@ -43,7 +43,7 @@ def filters(channels: int) -> nn.Module:
 Case = tuple[nn.Module, list[Tensor]]
 CASES: dict[str, tuple[Callable[[int], Case], tuple[int, ...]]] = {
     "batches": (lambda size: (layers(4), list(torch.randn(size, 64, WIDTH))), (1, 4, 16, 64, 256)),
-    "sites": (lambda size: (layers(size // 2), list(torch.randn(8, 64, WIDTH))), (4, 16, 64, 256)),
+    "layers": (lambda size: (layers(size), list(torch.randn(8, 64, WIDTH))), (2, 8, 32, 128)),
     "channels": (lambda size: (filters(size), list(torch.randn(4, 4, size, 16, 16))), (16, 64, 256, 1024)),
     "tokens": (lambda size: (layers(4), list(torch.randn(4, 1, size, WIDTH))), (64, 256, 1024, 4096, 16384)),
 }

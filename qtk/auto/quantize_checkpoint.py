@@ -84,7 +84,7 @@ def quantize_checkpoint(
         batch = next(iter(data), None) if forward is None and not isinstance(data, Iterator | None) else None
         example_inputs = batch if isinstance(batch, torch.Tensor | tuple | dict) else TOKENS
     with staged_directory(target, force=force) as stage:
-        with nullcontext() if resolved else without_collections():  # a run of a few tokens leaves little
+        with nullcontext() if resolved else without_collections():  # of one run: little
             sim = QuantSim.from_checkpoint(
                 source, example_inputs, model=model, config=config, dynamic_shapes="all" if resolved else None,
                 verify=bool(resolved))

@@ -82,7 +82,7 @@ def narrower_ranges(low: Tensor, high: Tensor, spec: QuantSpec, steps: int) -> t
     """
     least = LEAST_REACH
     if spec.symmetric:
-        low, high = low.new_zeros(1), torch.maximum(high, -low)  # down to -high needs no larger scale
+        low, high = low.new_zeros(1), torch.maximum(high, -low)  # -high needs no larger scale, but of int32
         least *= 2 * spec.qmax / (spec.qmax - spec.qmin)
     fraction = torch.linspace(1, least, steps, dtype=torch.float64, device=low.device)[:, None]
     return covering_range(low * fraction, high * fraction, spec)

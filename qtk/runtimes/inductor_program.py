@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ class InductorProgram(LoadedProgram):
     Args:
         file: the file.
         reasons: name of a site that is not quantized → why.
-        threads: threads of a run; 0 leaves the number to torch.
+        threads: threads of a run; 0: as many as torch has when the file is loaded.
 
     Raises: ExportError if torchao is not installed, or the file is no program.
     """
@@ -43,9 +44,9 @@ class InductorProgram(LoadedProgram):
             raise ExportError(f"running a program in Inductor needs the package {error.name}; "
                               "pip install 'qtk[torchao]'") from error
         self.runtime = f"Inductor of torch {torch.__version__}"
-        self._program, self._threads = ProgramInputs(file), threads
+        self._program, self._threads = ProgramInputs(file), threads or torch.get_num_threads()
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._code: str | None = None
+        self._code: str | None = None  # of the last sizes that were compiled
 
     def run(self, inputs: Mapping[str, Tensor], *, sites: bool = False) -> dict[str, Tensor]:
         return self._program.by_name(self.timed(inputs)())
@@ -58,18 +59,24 @@ class InductorProgram(LoadedProgram):
         function = self._functions[shapes]
 
         def run() -> object:
-            before = torch.get_num_threads()
-            torch.set_num_threads(self._threads or before)
-            try:
-                with torch.no_grad():
-                    return function(*args, **kwargs)
-            finally:
-                torch.set_num_threads(before)
+            with self._as_compiled():
+                return function(*args, **kwargs)
 
         return run
 
+    @contextmanager
+    def _as_compiled(self) -> Iterator[None]:
+        """Sets what compiled code is guarded by: in another state it is compiled anew, without the patterns."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            torch.set_num_threads(before)
+
     def nodes(self) -> RuntimeNodes | None:
-        """The calls of integer and float layers in the compiled code; ``None`` before the first run."""
+        """The calls of integer and float layers in the code of the last sizes that were compiled; ``None`` before."""
         if self._code is None:
             return None
         integer = Counter(INTEGER.findall(self._code))
@@ -82,11 +89,11 @@ class InductorProgram(LoadedProgram):
         code: list[str] = []
         # not run_and_get_code: it resets Dynamo, and programs from before would be compiled anew, without the patterns
         written = mock.patch.object(graph.GraphLowering, "save_output_code", code.append)
-        with silent_torch(), torch.no_grad(), config.patch(freezing=True), written:
+        with silent_torch(), self._as_compiled(), config.patch(freezing=True), written:
             function = torch.compile(self._program.program.module(), dynamic=False)
             try:
                 function(*args, **kwargs)
             except Exception as error:  # whatever the compiler says
                 raise ExportError(f"{self.runtime} does not compile it: {first_line(error)}") from error
-        self._code = "\n".join(code) if self._code is None else self._code
+        self._code = "\n".join(code)
         return function

@@ -30,8 +30,8 @@ ALIGNED = 8
 SHARD = 2 * ALIGNED
 """Stands for the shard itself among the sizes of elements whose tensors wait: it comes before all of them."""
 
-ROOM, ROOM_OF_ONE = 1 << 10, 192
-"""Bytes that are left for the header of a shard, and more for each tensor."""
+ROOM, ROOM_OF_ONE, MOST_ROOM = 1 << 10, 192, 1 << 20
+"""Bytes that are left for the header of a shard, more for each tensor, and at most: readers parse all of them."""
 
 
 class Shards:
@@ -46,7 +46,7 @@ class Shards:
     """
 
     def __init__(self, folder: Path, num_tensors: int = 0) -> None:
-        self._folder, self._room = folder, ROOM + ROOM_OF_ONE * num_tensors
+        self._folder, self._room = folder, min(ROOM + ROOM_OF_ONE * num_tensors, MOST_ROOM)
         self._open: dict[int, IO[bytes]] = {}  # by the size of an element, or ``SHARD``
         self._headers: dict[int, dict[str, tuple[str, list[int], int]]] = {}
         self._files: list[tuple[Path, list[str]]] = []
@@ -106,7 +106,7 @@ class Shards:
         with self._file(SHARD) as shard:
             file = shard
             if ALIGNED + len(text) > self._room:
-                path.unlink()
+                path = path.with_suffix(".second")
                 file = path.open("w+b")
             with file:
                 file.seek(0)
@@ -116,6 +116,8 @@ class Shards:
                 for place in sorted(self._open.keys() - {SHARD}, reverse=True):
                     with self._open[place] as waiting:
                         _append(waiting, file)
+        if file is not shard:
+            self._path().unlink()
         self._files.append((path, names))
         self._open, self._headers, self._size = {}, {}, 0
 
