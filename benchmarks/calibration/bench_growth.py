@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 import time
 import warnings
 from collections.abc import Callable
-from html import escape
 from math import log10
 from pathlib import Path
 from statistics import median
@@ -22,13 +22,17 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawing import legend, page, text
+
 import qtk
 
 PICTURE = Path(__file__).parents[2] / "docs/pictures/growth.svg"
 FIELDS = ("along", "size", "scheme", "CPU s")
 SCHEMES = {"min_max": "#2f6fde", "percentile": "#1d9a4b", "mse": "#d9822b", "tf_enhanced": "#8e44ad"}
 WIDTH, REPEATS = 128, 3
-PANEL, TOP, BOTTOM, INK = 215, 40, 240, "#1d2733"
+PANEL, TOP, BOTTOM = 215, 40, 240
 
 
 def layers(count: int) -> nn.Module:
@@ -62,10 +66,6 @@ def measured(along: str, size: int, scheme: str) -> float:
     return median(seconds[1:])
 
 
-def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "middle") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{escape(content)}</text>'
-
-
 def panel(left: int, along: str, curves: dict[str, dict[int, float]], lowest: float, decades: float) -> list[str]:
     sizes = CASES[along][1]
 
@@ -96,16 +96,10 @@ def drawing(rows: list[dict[str, str]]) -> str:
     lowest = float(min(logarithms) // 1)
     decades = float(-(-max(logarithms) // 1)) - lowest
     width = 40 + (PANEL + 10) * len(curves)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" font-family="sans-serif" '
-             f'fill="{INK}">', f'<rect width="{width}" height="300" fill="white"/>', text(16, 16, "s", anchor="start")]
+    parts = page(width, 300, "s")
     for place, (along, own) in enumerate(curves.items()):
         parts += panel(35 + (PANEL + 10) * place, along, own, lowest, decades)
-    x = 60
-    for scheme, colour in SCHEMES.items():
-        parts.append(f'<path d="M{x},280 h24" stroke="{colour}" stroke-width="3"/>')
-        parts.append(text(x + 30, 284, scheme, anchor="start"))
-        x += 60 + 8 * len(scheme)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return "\n".join([*parts, *legend(SCHEMES, 280), "</svg>"]) + "\n"
 
 
 def main() -> None:

@@ -6,20 +6,19 @@ Run by ``python benchmarks/results/draw_accuracy_of_layerwise.py``.
 from __future__ import annotations
 
 import csv
-from html import escape
+import sys
 from math import log10
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawing import legend, page, text
+
 FOLDER = Path(__file__).parent
 WIDTH, HEIGHT, PANEL, TOP, BOTTOM = 900, 300, 200, 40, 240
-INK = "#1d2733"
 COLOURS = {"plain rounding": "#8a8f98", "SeqMSE": "#2f6fde", "GPTQ": "#1d9a4b", "AdaRound": "#d9822b",
            "SeqMSE + GPTQ + bias correction": "#8e44ad"}
 WIDTHS = ("W4A8", "W3A8", "W2A8")
-
-
-def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "middle") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def height_of(error: float) -> float:
@@ -48,17 +47,10 @@ def drawing() -> str:
     models: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         models.setdefault(row["model (float)"], {})[row["method"]] = [100 - float(row[width]) for width in WIDTHS]
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-             f'fill="{INK}">',
-             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', text(16, 16, "wrong, %", anchor="start")]
+    parts = page(WIDTH, HEIGHT, "wrong, %")
     for place, (model, curves) in enumerate(models.items()):
         parts += panel(45 + (PANEL + 10) * place, model, curves)
-    x = 60
-    for method, colour in COLOURS.items():
-        parts.append(f'<path d="M{x},280 h24" stroke="{colour}" stroke-width="3"/>')
-        parts.append(text(x + 30, 284, method, anchor="start"))
-        x += 60 + 8 * len(method)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return "\n".join([*parts, *legend(COLOURS, 280), "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":
