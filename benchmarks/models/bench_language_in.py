@@ -4,9 +4,9 @@ Tiny models with random weights, one of each family. ``s`` is the CPU time of ``
 which returns a cache, in seconds; ``by no cache`` its ratio to that with ``use_cache=False``, medians in turns;
 ``nodes`` those of the graph. ``out`` is the largest difference from the original, the returned cache included, ``in``
 the same of a call that takes the cache of the call before; both at the sizes of the example and at others. Tokens: 64
-by ``generate``, with a cache and without, of the int4 weights in the user's own class, and of the graphs of ``default``
-(8 bits); a yes is that both are the same 64. Speed is the tokens/s of the simulation by that of the float model,
-medians in turns.
+by ``generate``, with a cache and without, of the int4 weights in the user's own class, and of the graphs of
+``vllm_w8a8``, whose logits are float, and of ``default``, whose logits have 8 bits; a yes is that both are the same 64.
+Speed is the tokens/s of the simulation by that of the float model, medians in turns.
 
     pip install "qtk[hf]"
     python benchmarks/models/bench_language_in.py [--only llama t5] [--no-tokens | --tokens-only]
@@ -131,12 +131,14 @@ def token_cells(model: nn.Module, example: dict[str, Any]) -> Iterator[str]:
     first = {**example, name: empty()} if is_full else example
     step = next_call(model, example, 5, whole=not is_full)
     one = next_call(model, example, 1, whole=not is_full)
-    sim = qtk.QuantSim(model, step, variants=[first, one], dynamic_shapes="all", states={name: name})
-    sim.compute_encodings([first, step, one], progress=False)
-    thin = sim.to_original()
-    yield "yes" if agree(thin, thin, ids) else "no"
-    quick, float_speed = tokens_per_s([thin, model], ids)
-    yield f"{quick / float_speed:.2f}"
+    for config in ("vllm_w8a8", "default"):
+        sim = qtk.QuantSim(
+            model, step, variants=[first, one], dynamic_shapes="all", states={name: name}, config=config)
+        sim.compute_encodings([first, step, one], progress=False)
+        thin = sim.to_original()
+        yield "yes" if agree(thin, thin, ids) else "no"
+        quick, float_speed = tokens_per_s([thin, model], ids)
+        yield f"{quick / float_speed:.2f}"
 
 
 def agree(a: nn.Module, b: nn.Module, ids: torch.Tensor) -> bool:
@@ -155,8 +157,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_module("transformers").logging.set_verbosity_error()
-    print("| family | rung | s | by no cache | nodes | out | in | int4 = | speed | 8 bits = | speed |\n"
-          + "|---" * 11 + "|")
+    print("| family | rung | s | by no cache | nodes | out | in | int4 = | speed | w8a8 = | speed | 8 bits = | speed |\n"
+          + "|---" * 13 + "|")
     for name in arguments.only:
         model, example = causal(name) if name in FAMILIES else OTHERS[name]()
         cells = [name]

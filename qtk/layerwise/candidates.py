@@ -71,7 +71,8 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     if held_out is None or not held_out.rows:
         state, own = _applied(with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
-    judge, own = _Judge.of(start, held_out), _Judge(start, moments, start.error)
+    own = _Judge(start, moments, start.error)
+    judge = own.over(held_out)
     least = judge.error(start)
     best, gain, name = start, 0.0, NONE
     priors: Sequence[float] = PRIORS
@@ -172,11 +173,13 @@ class _Judge:
         self._weight = start.to_gemm(start.float_weight)
         self._error = error
 
-    @classmethod
-    def of(cls, start: LayerState, moments: SecondMoments) -> _Judge:
-        """A judge by ``moments``: statistics of other data than ``start`` has."""
-        gram, linear = moments.gram_as(start.dtype), moments.linear(start.to_gemm(start.float_weight))
-        return cls(start, moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])))
+    def over(self, moments: SecondMoments) -> _Judge:
+        """The judge over other data, of which ``moments`` are the statistics."""
+        gram, linear = moments.gram_as(self._start.dtype), moments.linear(self._weight)
+        judge = copy(self)
+        judge._moments = moments
+        judge._error = OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1]))
+        return judge
 
     def of_outputs(self, outputs: slice, start: LayerState) -> _Judge:
         """The judge of some outputs alone, of which ``start`` is the state."""

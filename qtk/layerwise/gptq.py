@@ -115,7 +115,7 @@ def _own_scales(state: LayerState) -> Tensor | None:
     block = columns_per_scale(index)
     if spec.scale_format is not None or block is None:
         return None
-    index = index[..., ::block]
+    index = index[..., ::block].to(torch.int64)
     return index if index.numel() == state.encoding.scale.numel() else None
 
 

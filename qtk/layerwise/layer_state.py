@@ -115,7 +115,7 @@ class LayerState:
         return grid if self.zeros is None else grid.pruned(weight_to_gemm(self.zeros, self.geometry))
 
     def scale_index(self) -> Tensor:
-        """Index of each weight's scale in the flattened scales. Shape: int64, as ``to_gemm``."""
+        """Index of each weight's scale in the flattened scales. Shape: int32, as ``to_gemm``."""
         return scale_index_of(self.weight.shape, self.encoding, self.geometry)
 
     def current_error(self) -> float:
@@ -186,20 +186,17 @@ def expand_scales(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometr
 
 
 def scale_index_of(shape: Sequence[int], encoding: Encoding, geometry: Geometry) -> Tensor:
-    """Index of each weight's scale in the flattened scales. Shape: int64 [groups, outputs, columns]."""
+    """Index of each weight's scale in the flattened scales. Shape: int32 [groups, outputs, columns]."""
     scale = encoding.scale
-    count = torch.arange(scale.numel(), device=scale.device).reshape(scale.shape)
-    high, low = (  # in two halves, for float32 holds no larger integers
-        expand_scales(half.to(torch.float32), shape, encoding.spec, geometry).to(torch.int64)
-        for half in (count >> 16, count & 0xFFFF)
-    )
-    return high << 16 | low
+    count = torch.arange(scale.numel(), dtype=torch.int32, device=scale.device).reshape(scale.shape)
+    bits = expand_scales(count.view(torch.float32), shape, encoding.spec, geometry)  # moved as they are
+    return bits.view(torch.int32)
 
 
 def columns_per_scale(scale_index: Tensor) -> int | None:
     """Length of the runs of columns that share a scale, ``None`` if the runs are of several lengths.
 
-    Shape: ``scale_index`` int64 [groups, outputs, columns].
+    Shape: ``scale_index`` of integers, [groups, outputs, columns].
 
     >>> columns_per_scale(torch.tensor([[[0, 0, 1, 1]]])), columns_per_scale(torch.tensor([[[0, 1, 0, 1]]]))
     (2, None)

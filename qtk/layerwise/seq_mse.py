@@ -123,10 +123,10 @@ class _RangeSearch:
         self._encoding = state.encoding
         self._whole_error = OutputError(gram, linear)
         self._block_error = self._whole_error.diagonal_blocks(columns // block)
-        self._target, self._weight, self._scale_index = (
-            in_blocks(matrix[..., order], columns // block)
-            for matrix in (state.to_gemm(state.float_weight), state.to_gemm(state.weight), scale_index)
-        )
+        self._scale_index = in_blocks(scale_index[..., order], columns // block)[..., 0].to(torch.int64)
+        self._target = in_blocks(state.to_gemm(state.float_weight)[..., order], columns // block)
+        is_float = state.weight is state.float_weight
+        self._weight = self._target if is_float else in_blocks(state.to_gemm(state.weight)[..., order], columns // block)
         self._error: CandidateError = self._block_error
         if loss == "l1":
             rows, input_error = (
@@ -169,7 +169,7 @@ class _RangeSearch:
         )
         assert scales is not None
         return ScaleCandidates(
-            self._error, self._target, self._weight, self._scale_index[..., 0], self._encoding.spec, scales, zero_points
+            self._error, self._target, self._weight, self._scale_index, self._encoding.spec, scales, zero_points
         )
 
     def _encoding_of(self, scale_candidates: ScaleCandidates, candidate: Tensor) -> Encoding:

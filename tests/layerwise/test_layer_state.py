@@ -45,7 +45,7 @@ def test_every_weight_goes_by_its_scale(name):
     geometry, shape, granularity, _ = CASES[name]
     encoding = encoding_of(shape, granularity)
     owner = scale_index_of(shape, encoding, geometry)
-    assert owner.dtype == torch.int64
+    assert owner.dtype == torch.int32
     by_repeating = everywhere(encoding.scale, encoding.spec, torch.Size(shape))
     assert torch.equal(gemm_to_weight(encoding.scale.flatten()[owner], geometry, shape), by_repeating)
     wide = expand_scales(encoding.scale, shape, encoding.spec, geometry)
@@ -109,4 +109,4 @@ def test_more_scales_than_float32_counts():
     shape = (4100, 4100)
     encoding = Encoding(QuantSpec(dtype("int4"), PerBlock((1, 1)), symmetric=True), torch.ones(shape))
     owner = scale_index_of(shape, encoding, LINEAR)
-    assert torch.equal(owner.flatten(), torch.arange(4100 * 4100))
+    assert torch.equal(owner.flatten(), torch.arange(4100 * 4100, dtype=torch.int32))
