@@ -45,7 +45,7 @@ def gptq(
 
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
-    return Feedback.of(weight, hessian, linear, damping, act_order).rounded(grid, columns_at_once)
+    return Feedback.of(weight, hessian, linear, damping, act_order).rounded(grid, columns_at_once)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,27 +82,31 @@ class Feedback:
             start = ordered + torch.linalg.solve_triangular(factor.mT, shift, upper=True, left=False) / diagonal
         return cls(order, ordered, start, factor.div_(diagonal), diagonal)
 
-    def rounded(self, grid: WeightGrid, columns_at_once: int) -> Tensor:
-        """As ``gptq``."""
+    def rounded(self, grid: WeightGrid, columns_at_once: int) -> tuple[Tensor, Tensor]:
+        """As ``gptq``, and ``missing``: in ``order``, what each weight was rounded from less what it became.
+
+        Shape: as the weights, both.
+        """
         change, target, propagation = self.weight.clone(), self.start.clone(), self.factor.mT
+        missing = torch.empty_like(target)
         grid = grid.in_order(self.order)
         for end in range(self.order.shape[1], 0, -columns_at_once):
             block = slice(max(0, end - columns_at_once), end)
             target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
+            torch.sub(target_block, change_block, out=missing[..., block])
             grid[..., block].round_with_feedback_(
                 target_block, change_block, propagation[:, block, block], backwards=True)
+            missing[..., block].baddbmm_(change_block, self.factor[:, block, block])
             rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
-        return self._in_place(target)
+        return self._in_place(target), missing
 
-    def targets(self, rounded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def targets(self, rounded: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what each weight was rounded from, what its squared rounding error counts, and the sums of both.
 
-        The sums are the errors of the outputs without a constant.
+        The sums are the errors of the outputs without a constant. Arguments: results of ``rounded``.
 
-        Shape: ``rounded`` and the first two results as the weights; last [groups, outputs].
+        Shape: the first two results as the weights; last [groups, outputs].
         """
-        change = self.weight - rounded.gather(2, self.order[:, None].expand(rounded.shape))
-        missing = change @ self.factor + (self.start - self.weight)
         power = self.diagonal.square().expand_as(missing)
         return rounded + self._in_place(missing), self._in_place(power), (power * missing.square()).sum(-1)
 

@@ -88,14 +88,14 @@ class Gptq:
         )
         index = _own_scales(state) if self.scales else None
         if index is None:
-            return state.updated(weight=feedback.rounded(state.grid(), self.columns_at_once))
+            return state.updated(weight=feedback.rounded(state.grid(), self.columns_at_once)[0])
         encoding = _half_spans(state, index)
-        rounded = feedback.rounded(replace(state, encoding=encoding).grid(), self.columns_at_once)
-        target, power, least = feedback.targets(rounded)
+        rounded, missing = feedback.rounded(replace(state, encoding=encoding).grid(), self.columns_at_once)
+        target, power, least = feedback.targets(rounded, missing)
         for _ in range(ROUNDS):
             other = _of_targets(state, index, target, power)
-            found = feedback.rounded(replace(state, encoding=other).grid(), self.columns_at_once)
-            next_target, _, lost = feedback.targets(found)
+            found, missing = feedback.rounded(replace(state, encoding=other).grid(), self.columns_at_once)
+            next_target, _, lost = feedback.targets(found, missing)
             is_better = (lost < least)[..., None]
             rounded, least = torch.where(is_better, found, rounded), torch.minimum(lost, least)
             target = torch.where(is_better, next_target, target)

@@ -171,3 +171,25 @@ def test_a_hessian_that_float32_cannot_factorize_is_factorized_in_float64():
     found = gptq(weight, gram, grid, damping=1e-5), grid.nearest(weight)
     losses = [(x @ (weight - rounded).T).square().sum() for rounded in found]
     assert losses[0] < 1e-3 * losses[1]
+
+
+@pytest.mark.parametrize("columns_at_once", [7, WIDTH])
+def test_targets_cost_nothing_while_columns_still_to_come_are_free(columns_at_once):
+    weight, x, scale, _, _ = problem(False, (1, WHOLE))
+    hessian, moved = x.T @ x, torch.randn(WIDTH, OUT, generator=torch.Generator().manual_seed(1)).double()
+    linear = 0.01 * hessian @ moved
+    feedback = module.Feedback.of(weight.double()[None], hessian[None], linear.T[None], 0.01, act_order=True)
+    rounded, missing = feedback.rounded(grid_of(weight, scale, None, (1, WHOLE))[None], columns_at_once)
+    target, power, lost = (each[0] for each in feedback.targets(rounded, missing))
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
+    change, order = weight.double() - rounded[0], feedback.order[0]
+    for at, column in enumerate(order.tolist()):
+        free, fixed = order[: at + 1], order[at + 1 :]
+        right = linear[free].T + change[:, fixed] @ damped[fixed][:, free]
+        best = -torch.linalg.solve(damped[free][:, free], right.T).T
+        torch.testing.assert_close(target[:, column], weight.double()[:, column] - best[:, -1])
+        kept = 1 / torch.linalg.inv(damped[free][:, free])[-1, -1]  # of the power of this column
+        torch.testing.assert_close(power[:, column], kept.expand(OUT))
+    least = -(linear.T @ torch.linalg.inv(damped) * linear.T).sum(1)
+    error = ((change @ damped + 2 * linear.T) * change).sum(1)
+    torch.testing.assert_close(lost, error - least)
