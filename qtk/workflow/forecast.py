@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,23 +99,23 @@ def forecast(
         parts = {**mapped, "one layer": math.ceil(ROUNDING.weights * FLOAT32 * largest)}
         forward = 0.0
         if any(not decided.static for decided in simulation.plan.values()):
-            rows, _, transient = _values(simulation, layers, scale)
-            parts["one batch"], forward = math.ceil(transient), _forward(layers, rows, batches)
+            values = _values(simulation, layers, scale)
+            parts["one batch"], forward = math.ceil(values.most), _forward(layers, values.rows, batches)
         return Forecast(parts, 100.0 * total + forward)
     layers, _ = select_layers(simulation, methods, None)
     paths = len(QUANTIZED_PATHS[options.inputs])
-    rows, live, transient = _values(simulation, layers, scale)
-    needed = [_needed(layer, methods, rows[layer.name] * batches, paths, batches, options) for layer in layers]
+    values = _values(simulation, layers, scale)
+    needed = [_needed(layer, methods, values, paths, batches, options) for layer in layers]
     held = paths * (1 if options.offload == "disk" else batches)
-    between, statistics, solving = max(((math.ceil(live.get(layer.name, 0.0) * held), each.statistics, each.solving)
+    between, statistics, solving = max(((math.ceil(values.between.get(layer.name, 0.0) * held), each.statistics, each.solving)
                                         for layer, each in zip(layers, needed, strict=True)), key=sum)
-    parts = {**mapped, "values between layers": between, "one batch": math.ceil(transient * paths),
+    parts = {**mapped, "values between layers": between, "one batch": math.ceil(values.most * paths),
              "statistics": statistics, "solving": math.ceil(HEAP * solving)}
     rewrites = options.sparsity is not None or any(WORK.get(type(each), OTHER).rewrites for each in methods)
     if not is_mapped and options.keep_originals and rewrites:
         kept = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
         parts["float weights"] = 0 if options.offload == "disk" else kept
-    forward = paths * _forward(layers, rows, batches)
+    forward = paths * _forward(layers, values.rows, batches)
     uncounted = tuple(type(method).__name__ for method in methods if type(method) not in WORK)
     return Forecast(parts, forward + sum(each.multiplications for each in needed), uncounted)
 
@@ -133,20 +134,39 @@ class _Needed:
     multiplications: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What layers meet, by name, in one call.
+
+    Args:
+        rows: that a layer reads.
+        between: bytes of the values there are before it.
+        most: bytes of the values there are while ops run.
+        alone: layers that read their input alone, and once.
+    """
+
+    rows: Mapping[str, float]
+    between: Mapping[str, float]
+    most: float
+    alone: Set[str]
+
+
 def _needed(
-    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], rows: float, paths: int, batches: int,
+    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], values: _Values, paths: int, batches: int,
     options: LayerwiseOptions,
 ) -> _Needed:
     groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
     required = RequiredStatistics.union([method.required_statistics(_block(layer, columns)) for method in methods])
     block = required.block or columns
-    sums = (1 + (paths > 1) + required.difference) * groups * columns * block * (1 if required.gram else 0)
+    of_weight = layer.name in values.alone and block == columns and 2 * outputs <= columns  # the sum of wᵀ E, not E
+    cross = 0 if paths == 1 else outputs if of_weight else block
+    sums = groups * columns * (block * (1 + required.difference) + cross) if required.gram else 0
     sums *= HELD_OUT if options.holdout else 1
     size = FLOAT32 if batches < CARRIED else FLOAT32 + FLOAT64
     work = [WORK.get(type(method), ROUNDING) for method in methods]
     grams, weights = max(each.grams for each in work), max(each.weights for each in work)
     solving = FLOAT32 * groups * (grams * columns * block + weights * outputs * columns)
-    solved = multiplications(work, groups, outputs, columns, block)
+    solved, rows = multiplications(work, groups, outputs, columns, block), values.rows[layer.name] * batches
     return _Needed(sums * size, math.ceil(solving), solved + rows * columns * block * (0.5 + (paths > 1)))
 
 
@@ -157,11 +177,8 @@ def _block(layer: WeightedLayer, columns: int) -> int | None:
     return size if 1 < size < columns else None
 
 
-def _values(
-    simulation: Simulation, layers: Sequence[WeightedLayer], scale: float
-) -> tuple[dict[str, float], dict[str, float], float]:
-    """Rows of one call that each layer reads, bytes of the values there are before it, and at most while ops run."""
-    rows, between, most = dict[str, float](), dict[str, float](), 0.0
+def _values(simulation: Simulation, layers: Sequence[WeightedLayer], scale: float) -> _Values:
+    rows, between, most, readers = dict[str, float](), dict[str, float](), 0.0, dict[fx.Node, list[str]]()
     sites = {layer.name: layer for layer in layers}
     for graph in graphs(simulation.model).values():
         flow = Flow(graph.graph)
@@ -174,12 +191,15 @@ def _values(
                 layer = None if quantizer is None else sites.get(quantizer.site)
                 if layer is not None and isinstance(data, fx.Node):
                     stops.setdefault(node, []).append(layer.name)
+                    readers.setdefault(data, []).append(layer.name)
                     columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape[-1]
                     rows[layer.name] = rows.get(layer.name, 0.0) + scale * _elements(data) / columns
         for node, size in _live(graph.graph, flow):
             most = max(most, size * scale)
             between |= {name: max(between.get(name, 0.0), size * scale) for name in stops.get(node, ())}
-    return {layer.name: rows.get(layer.name, 0.0) for layer in layers}, between, most
+    inputs = Counter(name for names in readers.values() for name in names)
+    alone = {names[0] for names in readers.values() if len(names) == 1 and inputs[names[0]] == 1}
+    return _Values({layer.name: rows.get(layer.name, 0.0) for layer in layers}, between, most, alone)
 
 
 def _live(graph: fx.Graph, flow: Flow) -> Iterator[tuple[fx.Node, float]]:

@@ -12,6 +12,7 @@ from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.options import DEFAULT
 from qtk.layerwise.reconstruction import Reconstruction
 from qtk.layerwise.seq_mse import SeqMse
+from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.nn.mapped_weights import bounded
 from qtk.workflow import forecast as forecasting
 from qtk.workflow.forecast import Forecast, forecast
@@ -29,7 +30,7 @@ def test_parts_are_those_of_the_shapes():
     found = forecast(sim.simulation, gptq, batches=3, scale=2.0, options=replace(DEFAULT, holdout=0))
     between = 2 * ROWS * 4 * WIDTH * 4  # the output of the ReLU, of calls twice as large as the example
     assert found.parts["values between layers"] == 2 * 3 * between
-    assert found.parts["statistics"] == 2 * (4 * WIDTH) ** 2 * 4  # H and E of the second layer
+    assert found.parts["statistics"] == (4 * WIDTH + WIDTH) * 4 * WIDTH * 4  # H and wᵀ E of the second layer
     assert found.parts["float weights"] == 2 * 4 * WIDTH**2 * 4
     held_out = forecast(sim.simulation, gptq, batches=3, scale=2.0)
     assert held_out.parts["statistics"] == 2 * found.parts["statistics"]
@@ -52,6 +53,22 @@ class WideBesideLarge(nn.Module):
         wide, small = self.wide(x), self.small(x)
         summed = wide.sum(-1)
         return self.large(small), summed
+
+
+def test_layers_of_one_input_have_sums_for_any_weight():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(WIDTH, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.first(x) + self.second(x), self.third(x.relu())
+
+    sim = qtk.QuantSim(Two().eval(), torch.ones(ROWS, WIDTH), weight_bits=4, activation_bits=None)
+    found = forecast(sim.simulation, [Gptq()], batches=1, options=replace(DEFAULT, holdout=0))
+    assert found.parts["statistics"] == 2 * WIDTH**2 * 4  # of the first two; the third alone has (64 + 8) * 64
+    values = forecasting._values(sim.simulation, weighted_layers(sim.model, sim.plan)[0], 1.0)
+    assert values.alone == {"third.weight"}
 
 
 def test_values_count_that_are_there_at_the_layer_that_takes_most():
