@@ -157,8 +157,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_module("transformers").logging.set_verbosity_error()
-    print("| family | rung | s | by no cache | nodes | out | in | int4 = | speed | w8a8 = | speed | 8 bits = | speed |\n"
-          + "|---" * 13 + "|")
+    print("| family | rung | s | by no cache | nodes | out | in | int4 = | speed | w8a8 = | speed | 8 bits = | speed |")
+    print("|---" * 13 + "|")
     for name in arguments.only:
         model, example = causal(name) if name in FAMILIES else OTHERS[name]()
         cells = [name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
 from qtk.nn.scan import Scan
 from qtk.operators.contents import Trait, contents
-from qtk.operators.targets import MEMBERS, path_of
+from qtk.operators.targets import MEMBERS, attribute, path_of
 from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 
 Captured = TypeVar("Captured", bound=CapturedGraph)
@@ -30,6 +30,10 @@ CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_con
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 """Ops that demand the strides seen at capture; modules put into the graph later may return others."""
+
+PRODUCTS: Mapping[object, tuple[int, ...]] = {
+    torch.ops.aten.matmul.default: (0, 1), torch.ops.aten.mm.default: (0, 1), torch.ops.aten.addmm.default: (1, 2, 0)}
+"""Products of matrices → where they have the arguments of ``linear``."""
 
 SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter.default
 
@@ -82,6 +86,9 @@ def canonicalize(
             graph.erase_node(node)
     drop_empty_operands(graph)
     swaps = recover(root, graph, original, train_only, scans)
+    for node in list(graph.nodes):
+        if node.target in PRODUCTS:
+            _make_linear(node, root)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
     found_where({Trait.WRITES}, contents(graph.nodes), lambda: part_from_buffers(graph), None)
     graph.eliminate_dead_code()
@@ -113,6 +120,20 @@ def _takes_all(node: fx.Node) -> bool:
     passed = node.args[1 if node.target is SLICE else 2 :]
     bounds = (*passed, *defaults[len(passed) :])[1:]
     return bounds in ((0, sys.maxsize, 1), (None, None, 1), (0, None, 1), (None, sys.maxsize, 1)) and not node.kwargs
+
+
+def _make_linear(node: fx.Node, root: nn.Module) -> None:
+    """Turns the product with a parameter that has been transposed, ``x @ weight.T``, into ``linear(x, weight)``."""
+    data, turned, *bias = (node.args[index] for index in PRODUCTS[node.target])
+    read = turned.args[0] if isinstance(turned, fx.Node) and turned.args else None
+    if not (isinstance(turned, fx.Node) and isinstance(read, fx.Node) and read.op == "get_attr" and not node.kwargs):
+        return
+    weight, value = attribute(root, str(read.target)), turned.meta["val"]
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or value.ndim != 2:
+        return
+    is_turned = (value.shape, value.stride()) == (weight.shape[::-1], weight.stride()[::-1])
+    if is_turned and all(isinstance(each, fx.Node) and each.meta["val"].ndim == 1 for each in bias):
+        node.target, node.args = torch.ops.aten.linear.default, (data, read, *bias)
 
 
 def _replace_copy(node: fx.Node) -> None:

@@ -125,8 +125,9 @@ class _RangeSearch:
         self._block_error = self._whole_error.diagonal_blocks(columns // block)
         self._scale_index = in_blocks(scale_index[..., order], columns // block)[..., 0].to(torch.int64)
         self._target = in_blocks(state.to_gemm(state.float_weight)[..., order], columns // block)
-        is_float = state.weight is state.float_weight
-        self._weight = self._target if is_float else in_blocks(state.to_gemm(state.weight)[..., order], columns // block)
+        self._weight = self._target
+        if state.weight is not state.float_weight:
+            self._weight = in_blocks(state.to_gemm(state.weight)[..., order], columns // block)
         self._error: CandidateError = self._block_error
         if loss == "l1":
             rows, input_error = (

@@ -107,8 +107,9 @@ def forecast(
     values = _values(simulation, layers, scale)
     needed = [_needed(layer, methods, values, paths, batches, options) for layer in layers]
     held = paths * (1 if options.offload == "disk" else batches)
-    between, statistics, solving = max(((math.ceil(values.between.get(layer.name, 0.0) * held), each.statistics, each.solving)
-                                        for layer, each in zip(layers, needed, strict=True)), key=sum)
+    there = [math.ceil(values.between.get(layer.name, 0.0) * held) for layer in layers]
+    between, statistics, solving = max(
+        ((own, each.statistics, each.solving) for own, each in zip(there, needed, strict=True)), key=sum)
     parts = {**mapped, "values between layers": between, "one batch": math.ceil(values.most * paths),
              "statistics": statistics, "solving": math.ceil(HEAP * solving)}
     rewrites = options.sparsity is not None or any(WORK.get(type(each), OTHER).rewrites for each in methods)

@@ -114,3 +114,31 @@ def test_slices_that_take_all_are_gone():
     slices = [node.args[1:] for node in prepared.graph.nodes if str(node.target) == "aten.slice.Tensor"]
     assert [args[0] for args in slices] == [2, 1, 2]
     assert not any("slice_scatter" in target for target in targets(prepared))
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5))
+        self.square = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("basis", torch.randn(5, 4))
+
+    def forward(self, x):
+        row = x[0]
+        return (
+            x @ self.weight.T, torch.mm(row, self.weight.t()), torch.addmm(self.bias, row, self.weight.transpose(0, 1)),
+            x @ self.square.permute(1, 0), row[0] @ self.weight.mT,
+            x @ self.square, x @ self.square.permute(0, 1), x @ self.basis.T,
+            torch.addmm(row[:, :1], row, self.weight.T), torch.addmm(self.bias, row, self.weight.T, alpha=2.0),
+            x @ (self.weight * 2).T,
+        )
+
+
+def test_products_with_a_transposed_parameter_are_linear():
+    model, x = Turned(), torch.randn(2, 3, 4)
+    prepared = canonical(model, x)
+    seen = [target for target in targets(prepared) if target in
+            ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default")]
+    assert seen == ["aten.linear.default"] * 5 + ["aten.matmul.default"] * 3 + ["aten.addmm.default"] * 2 + [
+        "aten.matmul.default"]
+    assert all(torch.equal(own, other) for own, other in zip(prepared(x), model(x), strict=True))

@@ -12,7 +12,7 @@ class Net(nn.Module):
         self.first, self.act, self.weight = nn.Linear(4, 6), nn.ReLU(), nn.Parameter(torch.randn(3, 6))
 
     def forward(self, x):
-        return self.act(self.first(x)) @ self.weight.t()
+        return self.act(self.first(x)) @ self.weight.t().contiguous()
 
 
 def names(sites):
