@@ -22,12 +22,15 @@ from qtk.capture.container_code import Leaf, Parts, parts_of
 from qtk.capture.watch import Watch
 from qtk.core.dtypes import FloatDtype
 from qtk.core.granularity import PerTokenBlock
+from qtk.core.spec import QuantSpec
 from qtk.graph.captured_graph import BOUND_NODES, REVISION, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
 from qtk.nn.tap import all_idle
 from qtk.ops.fake_quantize import fake_quantize, with_range
+from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 from qtk.ops.fake_quantize_float import fake_quantize_float
+from qtk.ops.simulate import simulate_dynamic
 from qtk.public import BOUND_FILE, GRAPH_FILE
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import CALL_ATTRIBUTES, OpOverload, branches, call_structure, pytree, schema_of
@@ -198,7 +201,10 @@ class _Writer:
         return self._call(node, self._constant(module), args, kwargs)
 
     def _quantizer(self, node: fx.Node, module: Quantizer, args: Sequence[Any]) -> object | None:
-        """Writes what a quantizer with a fixed range computes. Returns: its name; ``None`` of another quantizer."""
+        """Writes what a quantizer computes whose range is fixed, or that of each tensor.
+
+        Returns: its name; ``None`` of another quantizer.
+        """
         if type(module).forward is not _FORWARD or "forward" in vars(module) or module.mode is Mode.OBSERVE:
             return None
         if module.mode is Mode.BYPASS:
@@ -206,10 +212,13 @@ class _Writer:
             return result
         for name in ("scale", "zero_point"):
             self._watch.add(module._buffers, name)
+        axes = node.all_input_nodes[0].meta["val"].ndim
+        if module.spec.dynamic and module.scale is None and not self._gradients:
+            return self._call(node, self._constant(_in_its_range(module.spec, axes)), args, {}, once=self._merges)
         in_blocks = isinstance(module.spec.granularity, PerTokenBlock)
         if module.scale is None or in_blocks or module.learns_range or module.momentum is not None:
             return None
-        block_size = list(module.spec.granularity.block_size(node.all_input_nodes[0].meta["val"].ndim))
+        block_size = list(module.spec.granularity.block_size(axes))
         if isinstance(module.spec.dtype, FloatDtype):
             given: tuple[Any, ...] = (*args, module.scale, block_size, module.spec.dtype.name)
             return self._call(node, self._constant(fake_quantize_float), given, {})
@@ -308,6 +317,15 @@ def _function_of(target: object) -> object:
         if isinstance(function := getattr(place, name, None), kind):
             return function
     return target
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_its_range(spec: QuantSpec, axes: int) -> Callable[[Tensor], Tensor]:
+    """The same function for equal specs, so that layers that read one value share its quantization."""
+    if isinstance(spec.granularity, PerTokenBlock) or isinstance(spec.dtype, FloatDtype):
+        return lambda x: simulate_dynamic(x, spec)
+    block_size, codes, symmetric = spec.granularity.block_size(axes), (int(spec.qmin), int(spec.qmax)), spec.symmetric
+    return lambda x: fake_quantize_dynamic(x, block_size, *codes, symmetric=symmetric)
 
 
 def _with_ends(lines: Sequence[tuple[Name, str]], returned: str) -> list[str]:

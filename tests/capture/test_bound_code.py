@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.capture import bound_code as module
 from qtk.capture.bound_code import bound_code
 from qtk.nn.attention import Attention
 
@@ -25,6 +26,32 @@ def test_the_function_calls_quantizers_with_fixed_ranges_as_operators():
         run = bound_code(sim.model, weights_once=False, gradients=False).function({})
         assert torch.equal(run(x), expected)
     assert called == ["0.weight"]
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("target", ["vllm_w8a8", "vllm_fp8", "dynamic"])
+@pytest.mark.parametrize("weights_once", [False, True])
+def test_layers_that_read_one_value_share_its_quantization_at_run_time(target, weights_once, monkeypatch):
+    x, calls = torch.randn(2, 3, 64), []
+    sim = qtk.QuantSim(Two().eval(), x, config=target)
+    sim.compute_encodings(None, progress=False)
+    for name in ("fake_quantize_dynamic", "simulate_dynamic"):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, own=function, **kw: [calls.append(1), own(*args, **kw)][1])
+    with torch.no_grad():
+        expected = sim.model(x)
+        calls.clear()
+        found = bound_code(sim.model, weights_once=weights_once, gradients=False).function({})(x)
+    assert len(calls) == (1 if weights_once else 2)
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
 def test_a_member_that_is_computed_when_it_is_read_is_not_bound():
