@@ -32,7 +32,7 @@ from qtk.moments.holdout import Holdout
 from qtk.moments.required_statistics import RequiredStatistics
 from qtk.moments.second_moments import SecondMoments
 from qtk.nn.device import device_of
-from qtk.nn.mapped_weights import is_mapped, return_free_memory
+from qtk.nn.mapped_weights import has_mapped, is_large, is_mapped, return_free_memory
 from qtk.numerics.im2col import weight_to_gemm
 from qtk.observers.ranks import agree, from_first, several_ranks
 
@@ -60,7 +60,7 @@ class LayerwiseRun:
         self._sparsity = options.sparsity
         self._methods = methods
         self._layers = layers
-        self._device = device_of(model)
+        self._device, self._is_large = device_of(model), is_large(model) or has_mapped(model)
         self._earlier = earlier
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
@@ -176,6 +176,8 @@ class LayerwiseRun:
                     self._sparsity), owner
         waiting = [replace(each, moments=None) for each in waiting]  # the owners have the sums
         tasks, owners = [task for task, _ in solves.values()], [owner for _, owner in solves.values()]
+        if self._is_large:
+            return_free_memory()  # of the walk
         solved = dict(zip(solves, spread(tasks, owners), strict=True))
         for each in waiting:
             layer, update = each.layer, solved.pop(each.layer.name, None)
@@ -203,7 +205,7 @@ class LayerwiseRun:
                 originals.keep(*update.written(layer))
                 update.write(layer)
                 originals.wrote(*update.written(layer))
-            if is_mapped(layer.weight):
+            if self._is_large:
                 return_free_memory()
         elif self._earlier.is_continued:
             originals.restore(layer)
