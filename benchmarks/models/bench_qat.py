@@ -2,8 +2,9 @@
 
 One step is forward and backward; the optimizer (SGD) is timed apart. Memory is what the graph of a forward pass keeps
 for the backward pass, beside parameters. The ways: the original model; its W8A8 simulation (default target) with fixed
-and with learned ranges; the same graph with ``torch.fake_quantize_*`` in place of qtk's operator. Each also compiled
-by Inductor, unless ``--eager``. Turns are interleaved: every figure is the median of ratios within a turn.
+ranges, with batch norms that stay live, where it has any, and with learned ranges; the same graph with
+``torch.fake_quantize_*`` in place of qtk's operator. Each also compiled by Inductor, unless ``--eager``. Turns are
+interleaved: every figure is the median of ratios within a turn.
 
     python benchmarks/models/bench_qat.py
     python benchmarks/models/bench_qat.py --quick
@@ -38,6 +39,7 @@ from qtk.quantizers.quantizer import Quantizer
 MODELS, QUICK_MODELS = ("vit_small_patch16_224", "resnet50"), ("vit_tiny_patch16_224", "resnet18")
 ORIGINAL = "original"
 FIXED, LEARNED, TORCH = "qtk, fixed ranges", "qtk, learned ranges", "torch.fake_quantize_*"
+LIVE = "qtk, fixed ranges, live batch norms"
 
 
 class TorchFakeQuantize(Tap):
@@ -77,11 +79,15 @@ def ways(name: str, batch_size: int, device: str) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     original = timm.create_model(name).eval()
     x = torch.randn(2, *original.default_cfg["input_size"])
+    unfolded = {"version": 1, "extends": "default", "fold_batch_norms": "at_export"}
     fixed, learned = qtk.QuantSim(original, x), qtk.QuantSim(original, x)
-    for sim in (fixed, learned):
+    live = qtk.QuantSim(original, x, config=unfolded)
+    for sim in (fixed, learned, live):
         sim.compute_encodings([x], progress=False)
     learned.learn_ranges()
     models = {ORIGINAL: original, FIXED: fixed.model, LEARNED: learned.model, TORCH: with_torchs_operator(fixed.model)}
+    if any(isinstance(module, nn.BatchNorm2d) for module in original.modules()):
+        models = {ORIGINAL: original, LIVE: live.model, **models}
     return {way: model.to(device).train() for way, model in models.items()}
 
 
