@@ -21,6 +21,7 @@ from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
 from qtk.nn.scan import Scan
 from qtk.operators.contents import Trait, contents
+from qtk.operators.lookup import row_of
 from qtk.operators.targets import MEMBERS, attribute, path_of
 from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 
@@ -34,6 +35,8 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 PRODUCTS: Mapping[object, tuple[int, ...]] = {
     torch.ops.aten.matmul.default: (0, 1), torch.ops.aten.mm.default: (0, 1), torch.ops.aten.addmm.default: (1, 2, 0)}
 """Products of matrices → where they have the arguments of ``linear``."""
+
+TRANSPOSE = "transpose"
 
 SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter.default
 
@@ -125,11 +128,14 @@ def _takes_all(node: fx.Node) -> bool:
 def _make_linear(node: fx.Node, root: nn.Module) -> None:
     """Turns the product with a parameter that has been transposed, ``x @ weight.T``, into ``linear(x, weight)``."""
     data, turned, *bias = (node.args[index] for index in PRODUCTS[node.target])
-    read = turned.args[0] if isinstance(turned, fx.Node) and turned.args else None
-    if not (isinstance(turned, fx.Node) and isinstance(read, fx.Node) and read.op == "get_attr" and not node.kwargs):
+    row = row_of(turned) if isinstance(turned, fx.Node) else None
+    if node.kwargs or not isinstance(turned, fx.Node) or row is None or row.kind != TRANSPOSE:
         return
-    weight, value = attribute(root, str(read.target)), turned.meta["val"]
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or value.ndim != 2:
+    read, value = turned.args[0], turned.meta["val"]
+    if not isinstance(read, fx.Node) or read.op != "get_attr":
+        return
+    weight = attribute(root, str(read.target))
+    if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or weight.ndim != 2 or value.ndim != 2:
         return
     is_turned = (value.shape, value.stride()) == (weight.shape[::-1], weight.stride()[::-1])
     if is_turned and all(isinstance(each, fx.Node) and each.meta["val"].ndim == 1 for each in bias):
