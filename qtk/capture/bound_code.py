@@ -213,7 +213,8 @@ class _Writer:
         for name in ("scale", "zero_point"):
             self._watch.add(module._buffers, name)
         axes = node.all_input_nodes[0].meta["val"].ndim
-        if module.spec.dynamic and module.scale is None and not self._gradients:
+        is_usual = type(module)._simulate_without_scale is Quantizer._simulate_without_scale
+        if module.spec.dynamic and module.scale is None and is_usual and not self._gradients:
             return self._call(node, self._constant(_in_its_range(module.spec, axes)), args, {}, once=self._merges)
         in_blocks = isinstance(module.spec.granularity, PerTokenBlock)
         if module.scale is None or in_blocks or module.learns_range or module.momentum is not None:

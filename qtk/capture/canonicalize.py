@@ -138,7 +138,7 @@ def _make_linear(node: fx.Node, root: nn.Module) -> None:
     if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or weight.ndim != 2 or value.ndim != 2:
         return
     is_turned = (value.shape, value.stride()) == (weight.shape[::-1], weight.stride()[::-1])
-    if is_turned and all(isinstance(each, fx.Node) and each.meta["val"].ndim == 1 for each in bias):
+    if is_turned and all(isinstance(each, fx.Node) and each.meta["val"].shape == weight.shape[:1] for each in bias):
         node.target, node.args = torch.ops.aten.linear.default, (data, read, *bias)
 
 

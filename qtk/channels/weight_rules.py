@@ -60,7 +60,7 @@ def _product(state: LabelState, node: fx.Node, row: OpRow, data: object, weight:
     bias = node.args[row.bias] if row.bias is not None and row.bias < len(node.args) else None
     if isinstance(bias, fx.Node):
         added = state.added(bias)
-        per_channel = row.product is not Product.IN_OUT
+        per_channel = row.product is not Product.IN_OUT and added.numel() == num_outputs  # else it is broadcast
         state.classes.unify(outputs, added.view(shape) if per_channel else added)
     elif bias is not None:
         state.classes.pin(outputs)

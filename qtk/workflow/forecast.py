@@ -159,7 +159,8 @@ def _needed(
     groups, outputs, columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape
     required = RequiredStatistics.union([method.required_statistics(_block(layer, columns)) for method in methods])
     block = required.block or columns
-    of_weight = layer.name in values.alone and block == columns and 2 * outputs <= columns  # the sum of wᵀ E, not E
+    is_alone = layer.name in values.alone and groups == 1
+    of_weight = is_alone and block == columns and 2 * outputs <= columns  # the sum of wᵀ E, not E
     cross = 0 if paths == 1 else outputs if of_weight else block
     sums = groups * columns * (block * (1 + required.difference) + cross) if required.gram else 0
     sums *= HELD_OUT if options.holdout else 1
@@ -181,7 +182,7 @@ def _block(layer: WeightedLayer, columns: int) -> int | None:
 def _values(simulation: Simulation, layers: Sequence[WeightedLayer], scale: float) -> _Values:
     rows, between, most, readers = dict[str, float](), dict[str, float](), 0.0, dict[fx.Node, list[str]]()
     sites = {layer.name: layer for layer in layers}
-    for graph in graphs(simulation.model).values():
+    for place, graph in graphs(simulation.model).items():
         flow = Flow(graph.graph)
         stops: dict[fx.Node, list[str]] = {}
         for node in graph.graph.nodes:
@@ -192,7 +193,7 @@ def _values(simulation: Simulation, layers: Sequence[WeightedLayer], scale: floa
                 layer = None if quantizer is None else sites.get(quantizer.site)
                 if layer is not None and isinstance(data, fx.Node):
                     stops.setdefault(node, []).append(layer.name)
-                    readers.setdefault(data, []).append(layer.name)
+                    readers.setdefault(data, []).extend([layer.name] * (2 if place else 1))  # nested: E in any case
                     columns = weight_to_gemm(layer.weight.detach(), layer.geometry).shape[-1]
                     rows[layer.name] = rows.get(layer.name, 0.0) + scale * _elements(data) / columns
         for node, size in _live(graph.graph, flow):

@@ -132,7 +132,7 @@ class Turned(nn.Module):
             x @ self.square, x @ self.square.permute(0, 1), x @ self.basis.T,
             torch.addmm(row[:, :1], row, self.weight.T), torch.addmm(self.bias, row, self.weight.T, alpha=2.0),
             x @ (self.weight * 2).T, x @ torch.linalg.inv(self.square), x @ self.one.abs().expand(4, 1),
-            x[..., :1] @ self.one.abs(),
+            x[..., :1] @ self.one.abs(), torch.addmm(self.bias[:1], row, self.weight.T),
         )
 
 
@@ -142,5 +142,5 @@ def test_products_with_a_transposed_parameter_are_linear():
     seen = [target for target in targets(prepared) if target in
             ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default")]
     assert seen == ["aten.linear.default"] * 5 + ["aten.matmul.default"] * 3 + ["aten.addmm.default"] * 2 + [
-        "aten.matmul.default"] * 4
+        "aten.matmul.default"] * 4 + ["aten.addmm.default"]
     assert all(torch.equal(own, other) for own, other in zip(prepared(x), model(x), strict=True))

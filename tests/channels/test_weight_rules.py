@@ -82,3 +82,21 @@ def test_an_element_multiplies_the_input_and_reaches_the_output_that_its_indices
         reached, used = ({int(index[axis]) for index in values.nonzero()} for values in (y.detach(), gradient))
         assert reached == {int(targets.reshape(-1)[flat])}
         assert used == {int(sources.reshape(-1)[flat])}
+
+
+class OneBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(self.first(x).relu(), self.weight, self.bias).relu()
+        return self.last(torch.addmm(self.bias, x, self.weight.T).relu())
+
+
+def test_a_bias_of_one_element_is_moved_with_all_outputs() -> None:
+    model, x = OneBias().eval(), torch.randn(5, 6)
+    prepared, expected = qtk.prepare_model(model, x), model(x)
+    qtk.equalize_model(prepared)
+    torch.testing.assert_close(prepared(x), expected)
