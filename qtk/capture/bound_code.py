@@ -201,7 +201,7 @@ class _Writer:
         return self._call(node, self._constant(module), args, kwargs)
 
     def _quantizer(self, node: fx.Node, module: Quantizer, args: Sequence[Any]) -> object | None:
-        """Writes what a quantizer computes whose range is fixed, or that of each tensor.
+        """Writes what a quantizer computes whose range is fixed, or found in each tensor.
 
         Returns: its name; ``None`` of another quantizer.
         """
