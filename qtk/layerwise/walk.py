@@ -37,7 +37,7 @@ from qtk.moments.batch_rows import BatchRows, samples_of
 from qtk.moments.holdout import Holdout
 from qtk.moments.matrix_rows import MatrixRows
 from qtk.moments.required_statistics import RequiredStatistics
-from qtk.moments.second_moments import SecondMoments
+from qtk.moments.second_moments import SecondMoments, takes_less_with_weight
 from qtk.moments.stack_use import StackUse
 from qtk.numerics.im2col import Geometry, weight_to_gemm
 from qtk.operators.lookup import row_of
@@ -357,7 +357,7 @@ class _GraphWalk:
         if len(self._uses[layer]) > 1:
             return None
         weight = weight_to_gemm(layer.weight.detach(), layer.geometry)
-        return weight if 2 * weight.shape[1] <= weight.shape[2] else None
+        return weight if takes_less_with_weight(*weight.shape[1:]) else None
 
     def _reader_of(self, layer_input: _Input) -> WeightedLayer:
         """The first layer that reads an input."""

@@ -371,6 +371,11 @@ class SecondMoments:
             self._sums[name] = added.to(torch.float64, copy=True) if present is None else present + added.to(present)
 
 
+def takes_less_with_weight(outputs: int, columns: int) -> bool:
+    """Says whether ``wᵀ E`` of a weight [outputs, columns] takes less to sum than E."""
+    return 2 * outputs <= columns
+
+
 def _check_finite(*inputs: Tensor | None) -> None:
     if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in inputs if x is not None):
         raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
