@@ -4,6 +4,7 @@
     python benchmarks/models/bench_larger_than_memory.py --rows kills           # of 3.7 M, killed 20 times: minutes
     python benchmarks/models/bench_larger_than_memory.py --rows depth forecast  # 1024 wide, 4 to 16 layers; 36.6 M
     python benchmarks/models/bench_larger_than_memory.py --rows free gptq       # of 1.1 B: half an hour of one core
+    python benchmarks/models/bench_larger_than_memory.py --rows ranks           # one process, and two by torchrun
 
 Needs compressed-tensors and transformers. Models have random weights in bfloat16, made on the spot in shards of 1 GB;
 every case runs in a process of its own, whose peak (VmHWM) is counted above what it has after its imports.
@@ -224,8 +225,58 @@ def row_forecast(folder: Path, source: Path) -> None:
         print(f"    foreseen {found['foreseen']:.0f} MB: {found['foreseen'] / found['peak'] - 1:+.0%}", flush=True)
 
 
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(*sizes) for sizes in ((256, 768), (256, 768), (768, 256)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def rank(methods: str, inputs: str, out: Path) -> None:
+    """Learns the weights of four blocks with a share of the batches, and prints the CPU time of this rank."""
+    import torch.distributed as dist
+
+    import qtk
+
+    torch.set_num_threads(1)
+    world, own = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, data = torch.nn.Sequential(*(Gated() for _ in range(4))).eval(), list(torch.randn(8, 128, 256))
+    sim = qtk.QuantSim(model, data[0], weight_bits=4, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    options = qtk.LayerwiseOptions(inputs=inputs)  # type: ignore[arg-type]
+    started = time.process_time()
+    qtk.apply_layerwise(sim, data[own::world], methods, options=options, progress=False)
+    used, bits = time.process_time() - started, hashlib.sha256()
+    for each in sim.model.state_dict().values():
+        bits.update(each.contiguous().numpy().tobytes())
+    (out / f"{own}.json").write_text(json.dumps({"CPU s": used, "bits": bits.hexdigest()}))
+
+
+def row_ranks(folder: Path, source: Path) -> None:
+    for methods in ("adaround", "gptq"):
+        for inputs in ("asym", "symfp"):
+            used, bits = list[float](), set[str]()
+            for world in (1, 2):
+                out = folder / f"ranks {methods} {inputs} {world}"
+                out.mkdir()
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+                subprocess.run([*command, __file__, "--rank", methods, inputs, str(out)], check=True,
+                               capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                found = [json.loads(path.read_text()) for path in out.iterdir()]
+                used.append(max(each["CPU s"] for each in found))
+                bits |= {each["bits"] for each in found}
+            same = "the same bits" if len(bits) == 1 else "OTHER bits"
+            print(f"  {methods} {inputs}: CPU s of one process {used[0]:.1f}, of the busier of two {used[1]:.1f}: "
+                  f"{used[0] / used[1]:.2f} x; {same}", flush=True)
+
+
 RUNS = {"bits": (row_bits, ("small",)), "kills": (row_kills, ("tiny",)), "free": (row_free, ("large",)),
-        "gptq": (row_gptq, ("large",)), "forecast": (row_forecast, FORECASTS)}
+        "gptq": (row_gptq, ("large",)), "forecast": (row_forecast, FORECASTS), "ranks": (row_ranks, ("tiny",))}
 """What measures a row, and the sizes of the models that it does so with."""
 
 
@@ -235,7 +286,12 @@ def main() -> None:
                         choices=[*RUNS, "depth"])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--child", nargs=3)
+    parser.add_argument("--rank", nargs=3)
     arguments = parser.parse_args()
+    if arguments.rank:
+        methods, inputs, out = arguments.rank
+        rank(methods, inputs, Path(out))
+        return
     if arguments.child:
         kind, source, target = arguments.child
         child(kind, Path(source), Path(target))
