@@ -89,21 +89,30 @@ def _relaxed_choices(
     weight: Tensor, choices: RoundingChoices, error: OutputError | ActivationError, unit: Tensor,
     descent: RoundingDescent,
 ) -> Tensor:
-    """``h(V)`` after gradient descent, close to 0 or 1."""
+    """``h(V)`` after gradient descent, close to 0 or 1; without meaning where both grid points are equal.
+
+    Passes over the weights cost as much as the product in ``half_gradient``, so constants are multiplied beforehand.
+    """
     variable = choices.initial_variable()
     first, second = torch.zeros_like(variable), torch.zeros_like(variable)
+    free_step = choices.is_free * choices.scale
+    from_lower = weight - choices.lower * choices.scale
+    factor = free_step * (-2 / unit)
     for step in range(1, descent.iterations + 1):
-        soft, derivative = _rectified_sigmoid(variable)
-        gradient = error.half_gradient(weight - choices.weight(soft)) * choices.scale * (-2 / unit)
+        sigmoid = variable.sigmoid()
+        stretched = sigmoid * (ZETA - GAMMA) + GAMMA
+        soft = stretched.clamp(0, 1)
+        derivative = sigmoid.addcmul_(sigmoid, sigmoid, value=-1).mul_(soft == stretched)  # dh / dV over ZETA - GAMMA
+        gradient = error.half_gradient(from_lower.addcmul(soft, free_step, value=-1)).mul_(factor)
         progress = (step / descent.iterations - descent.warm_start) / (1 - descent.warm_start)
         if progress > 0:
-            gradient += descent.regularization * _regularization_gradient(soft, progress)
-        gradient *= derivative * choices.is_free
+            gradient.add_(_regularization_gradient(soft, progress), alpha=descent.regularization)
+        gradient.mul_(derivative).mul_(ZETA - GAMMA)
         first.lerp_(gradient, 1 - ADAM_DECAYS[0])
-        second.lerp_(gradient.square(), 1 - ADAM_DECAYS[1])
+        second.mul_(ADAM_DECAYS[1]).addcmul_(gradient, gradient, value=1 - ADAM_DECAYS[1])
         rate = descent.learning_rate * math.sqrt(1 - ADAM_DECAYS[1] ** step) / (1 - ADAM_DECAYS[0] ** step)
-        variable -= rate * first / (second.sqrt() + 1e-12)
-    return _rectified_sigmoid(variable)[0]
+        variable.addcdiv_(first, second.sqrt().add_(1e-12), value=-rate)
+    return (variable.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
 class RoundingChoices:
@@ -140,19 +149,11 @@ class RoundingChoices:
         return (self.lower + choice * self.is_free) * self.scale
 
 
-def _rectified_sigmoid(variable: Tensor) -> tuple[Tensor, Tensor]:
-    """``h(V)`` and its derivative."""
-    sigmoid = variable.sigmoid()
-    stretched = sigmoid * (ZETA - GAMMA) + GAMMA
-    is_inside = (stretched > 0) & (stretched < 1)
-    return stretched.clamp(0, 1), (ZETA - GAMMA) * sigmoid * (1 - sigmoid) * is_inside
-
-
 def _regularization_gradient(soft: Tensor, progress: float) -> Tensor:
     """Derivative of ``1 - |2 soft - 1|^β``, with β annealed along a cosine."""
     beta = BETA[1] + 0.5 * (BETA[0] - BETA[1]) * (1 + math.cos(math.pi * progress))
-    centered = 2 * soft - 1
-    return -2 * beta * centered.abs().pow(beta - 1) * centered.sign()
+    centered = 1 - 2 * soft
+    return centered.abs().pow_(beta - 1).mul_(2 * beta).copysign_(centered)
 
 
 def _error_per_weight(change: Tensor, error: OutputError | ActivationError) -> Tensor:

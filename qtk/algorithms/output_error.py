@@ -13,11 +13,13 @@ unrounded, if E is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from qtk.algorithms.ordered_gram import OrderedGram
 
 DIRECTIONS = 8
 """Eigenvectors of the Gram matrix that an estimate keeps."""
@@ -38,6 +40,8 @@ def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
 class OutputError:
     """The squared error of the output as a quadratic form, without its constant.
 
+    ``ordered`` makes copies of the Gram matrix in another order.
+
     Shape: ``gram`` H, [groups, blocks, block, block], in the dtype to compute in; ``linear`` [groups, blocks, outputs,
     block], or ``None`` for 0.
 
@@ -48,6 +52,7 @@ class OutputError:
 
     gram: Tensor
     linear: Tensor | None = None
+    ordered: OrderedGram = field(default_factory=OrderedGram, repr=False)
 
     @property
     def blocks(self) -> int:
@@ -77,7 +82,8 @@ class OutputError:
 
     def select(self, blocks: slice, outputs: slice | Tensor) -> OutputError:
         """The error of some blocks and outputs alone."""
-        return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
+        linear = None if self.linear is None else self.linear[:, blocks, outputs]
+        return replace(self, linear=linear) if blocks == slice(None) else OutputError(self.gram[:, blocks], linear)
 
     def estimate(self) -> ErrorEstimate:
         """A low-rank estimate of the error, which is cheaper to evaluate.

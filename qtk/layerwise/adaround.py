@@ -21,6 +21,8 @@ from qtk.moments.required_statistics import RequiredStatistics
 from qtk.public import public
 
 MOST_ITERATIONS = 1_000_000
+REHEARSED = 4
+"""The part of the iterations that tells which prior is best."""
 SAMPLE_ROWS = 2048
 """Rows of input on which the error after the activation function is measured."""
 
@@ -78,7 +80,8 @@ class AdaRound:
         start = state if state.is_rounded or activation_error is not None else Gptq().apply(state)
         state = replace(state, encoding=start.encoding)
         weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
-        descent = RoundingDescent(self.iterations, self.learning_rate, self.regularization, self.warm_start)
+        iterations = max(1, self.iterations // REHEARSED) if state.rehearses else self.iterations
+        descent = RoundingDescent(iterations, self.learning_rate, self.regularization, self.warm_start)
         rounded = adaround(weight, grid, state.error, activation_error, descent)
         if activation_error is not None:
             return state.updated(weight=rounded[:, 0])

@@ -64,7 +64,7 @@ class CoordinateDescent:
         start = state if state.is_rounded else Gptq().apply(state)
         weight = state.to_gemm(state.float_weight)
         descent = Descent.begin(weight, state.to_gemm(start.simulated_weight()), state.error)
-        scales, encoding = _Scales.of(start, weight) if self.scales else None, start.encoding
+        scales, encoding = None if not self.scales or state.rehearses else _Scales.of(start, weight), start.encoding
         for _ in range(self.passes):
             present = encoding
             if scales is not None:

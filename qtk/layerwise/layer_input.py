@@ -10,6 +10,9 @@ from torch import Tensor
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.moments.second_moments import SecondMoments
 
+ELEMENTS = 1 << 18
+"""Elements of an output that are compared together: they and their errors stay in a cache."""
+
 
 @dataclass(slots=True)
 class OutputPower:
@@ -23,10 +26,12 @@ class OutputPower:
         return (self.signal, self.noise) if self.signal else (None, None)
 
     def add(self, float_output: Tensor, simulated: Tensor) -> None:
-        reference = float_output.to(torch.float32).flatten()
-        error = reference - simulated.flatten()
-        self.signal += float(reference @ reference)
-        self.noise += float(error @ error)
+        pairs = (torch.split(output.flatten(), ELEMENTS) for output in (float_output, simulated))
+        for reference, other in zip(*pairs, strict=True):
+            reference = reference.to(torch.float32)
+            error = reference - other
+            self.signal += float(reference @ reference)
+            self.noise += float(error @ error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,6 +41,7 @@ class LayerState:
         zeros: the weights that stay 0, which no method moves; ``None``: there are none.
         pruned: the float weight after two of four weights were pruned; ``None``: it has not been.
         moves_scales: whether GPTQ may choose the scales: nobody has frozen them, and no method has chosen them yet.
+        rehearses: whether the result only tells which prior is best; methods that iterate long may stop earlier then.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LayerState:
     zeros: Tensor | None = None
     pruned: Tensor | None = None
     moves_scales: bool = False
+    rehearses: bool = False
 
     @classmethod
     def of(cls, layer: WeightedLayer, moments: SecondMoments, dtype: torch.dtype = torch.float32) -> LayerState:
@@ -124,7 +126,7 @@ class LayerState:
         return float(self.error.of(in_blocks(change, self.error.blocks)).sum(dtype=torch.float64))
 
     def of_outputs(self, outputs: slice) -> LayerState | None:
-        """The layer with some of its outputs alone; ``None`` where these are not rows of the weight, each with scales.
+        """A rehearsal on some of the outputs; ``None`` where these are not rows of the weight, each with scales.
 
         The moments stay the statistics of the whole layer.
         """
@@ -141,7 +143,7 @@ class LayerState:
             weight=self.weight[index] if self.is_rounded else unrounded,
             pruned=None if self.pruned is None else unrounded, zeros=None if self.zeros is None else self.zeros[index],
             encoding=encoding, bias=float_bias if self.bias is self.float_bias else bias, float_bias=float_bias,
-            error=self.error.select(slice(None), outputs), loss=None,
+            error=self.error.select(slice(None), outputs), loss=None, rehearses=True,
         )
 
     @property

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtk.algorithms import gptq as module
+from qtk.algorithms.output_error import OutputError
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
@@ -178,7 +179,8 @@ def test_targets_cost_nothing_while_columns_still_to_come_are_free(columns_at_on
     weight, x, scale, _, _ = problem(False, (1, WHOLE))
     hessian, moved = x.T @ x, torch.randn(WIDTH, OUT, generator=torch.Generator().manual_seed(1)).double()
     linear = 0.01 * hessian @ moved
-    feedback = module.Feedback.of(weight.double()[None], hessian[None], linear.T[None], 0.01, act_order=True)
+    error = OutputError(hessian[None, None], linear.T[None, None])
+    feedback = module.Feedback.of(weight.double()[None], error, 0.01, act_order=True)
     rounded, missing = feedback.rounded(grid_of(weight, scale, None, (1, WHOLE))[None], columns_at_once)
     target, power, lost = (each[0] for each in feedback.targets(rounded, missing))
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)

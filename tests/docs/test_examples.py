@@ -33,9 +33,14 @@ def file_of(name: str) -> str:
     return str(ROOT / "examples" / f"{name}.py")
 
 
+def epochs(short: bool) -> list[str]:
+    """The arguments of a program: on few digits for a short time, on all of them as a reader runs it."""
+    return ["--epochs=1"] if short else []
+
+
 def on_a_rank(name: str, *, short: bool) -> None:
     """What each process of an example with several runs."""
-    sys.argv = [name, "--epochs=1"]
+    sys.argv = [name, *epochs(short)]
     if short:
         with short_digits():
             runpy.run_path(file_of(name), run_name="__main__")
@@ -56,7 +61,7 @@ def test_it_trains(
     if name in PROCESSES:
         printed = fresh.run_ranks(on_a_rank, PROCESSES[name], name, short=is_short)[0].stdout
     else:
-        monkeypatch.setattr(sys, "argv", [name, "--epochs=1"])
+        monkeypatch.setattr(sys, "argv", [name, *epochs(is_short)])
         with digits_of(pytestconfig):
             runpy.run_path(file_of(name), run_name="__main__")
         printed = capfd.readouterr().out

@@ -1,15 +1,16 @@
 """Which candidate is taken, judged with every held-out output formed, in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from qtk.layerwise import candidates
+from qtk.layerwise import adaround, candidates
+from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.candidates import choose, least_prior, shrinkage, unreached
+from qtk.layerwise.candidates import added_prior, choose, least_prior, shrinkage, unreached
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
@@ -247,9 +248,31 @@ def test_the_prior_is_chosen_by_some_outputs_and_the_methods_run_once_for_all():
 @pytest.mark.parametrize("method", [Gptq(), CoordinateDescent(), SeqMse()], ids=["gptq", "descent", "seq_mse"])
 def test_some_outputs_alone_are_found_as_among_all(method):
     start, some = Wide(96).start, slice(None, None, 3)
-    whole, part = method.apply(start), method.apply(start.of_outputs(some))
+    whole, part = method.apply(start), method.apply(replace(start.of_outputs(some), rehearses=False))
     torch.testing.assert_close(part.simulated_weight(), whole.simulated_weight()[some], rtol=1e-6, atol=1e-6)
     assert torch.equal(part.encoding.scale, whole.encoding.scale[some])
+
+
+def test_a_rehearsal_is_shorter(monkeypatch):
+    start, descents = Wide(96).start, []
+    monkeypatch.setattr(adaround, "adaround", lambda *given: descents.append(given[-1]) or given[0])
+    for state in (start, start.of_outputs(slice(None, None, 3))):
+        AdaRound(iterations=40).apply(state)
+        descended = CoordinateDescent().apply(state)
+        moves = not torch.equal(descended.encoding.scale, Gptq().apply(state).encoding.scale)
+        assert moves is (state is start)  # the scales of coordinate descent
+    assert [each.iterations for each in descents] == [40, 10]
+
+
+def test_a_prior_is_gone_afterwards_and_after_an_error():
+    start = Wide(96).start
+    before, prior = start.error.gram.clone(), torch.full((1, 1), 0.3)
+    with added_prior(start.error, prior):
+        assert start.error.gram.diagonal(dim1=-2, dim2=-1).sum() == pytest.approx(
+            1.3 * float(before.diagonal(dim1=-2, dim2=-1).sum()))
+    with pytest.raises(KeyError), added_prior(start.error, prior):
+        raise KeyError
+    assert torch.equal(start.error.gram, before)
 
 
 def test_outputs_that_share_a_scale_are_not_taken_apart():

@@ -21,7 +21,7 @@ def test_products_count_each_output_and_cubes_each_gram_matrix():
     assert multiplications(gptq, 1, 0, 64, 64) == 64**3
     assert multiplications(gptq, 3, 10, 64, 64) == 3 * (64**3 + 5 * 10 * 64**2)
     assert multiplications(gptq, 1, 10, 64, 16) == 64 * 16**2 + 5 * 10 * 64 * 16
-    assert multiplications([*gptq, WORK[AdaRound]], 1, 1, 8, 8) == 2.5 * 8**3 + 135 * 8**2
+    assert multiplications([*gptq, WORK[AdaRound]], 1, 1, 8, 8) == 2.5 * 8**3 + 125 * 8**2
 
 
 def test_layers_of_a_method_whose_products_count_most_cost_as_their_outputs():

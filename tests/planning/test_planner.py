@@ -80,14 +80,14 @@ def test_widths_of_none_leave_weights_or_activations_in_float():
 @pytest.mark.parametrize("config", slow_but(shipped_names("targets"), "default", "onnxruntime", "qnn_htp_lpbq",
                                             "tensorrt_fp8", "weight_only_int4"))
 def test_no_shipped_target_quantizes_what_a_width_of_none_leaves_in_float(config):
-    model = nn.TransformerEncoderLayer(64, 2, dim_feedforward=64, batch_first=True).eval()
-    sim = qtk.QuantSim(model, torch.randn(2, 5, 64), config=config, activation_bits=None)
+    model = nn.TransformerEncoderLayer(128, 2, dim_feedforward=128, batch_first=True).eval()
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 128), config=config, activation_bits=None)
     weights = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
     norms = {"norm1.weight", "norm2.weight"} if config.startswith("qnn_htp") else set()
     assert set(by_name(sim.plan)) == weights | norms
     if config == "weight_only_int4":
         return
-    sim = qtk.QuantSim(model, torch.randn(2, 5, 64), config=config, weight_bits=None)
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 128), config=config, weight_bits=None)
     assert not {name for name in by_name(sim.plan) if name.endswith(("weight", "bias"))}
 
 
