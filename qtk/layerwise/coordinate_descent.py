@@ -21,6 +21,8 @@ from qtk.numerics.scale_formats import rounded_like
 from qtk.public import public
 
 MOST_PASSES = 1000
+REHEARSED = 2
+"""Passes that tell which prior is best."""
 
 
 @public
@@ -64,8 +66,9 @@ class CoordinateDescent:
         start = state if state.is_rounded else Gptq().apply(state)
         weight = state.to_gemm(state.float_weight)
         descent = Descent.begin(weight, state.to_gemm(start.simulated_weight()), state.error)
-        scales, encoding = None if not self.scales or state.rehearses else _Scales.of(start, weight), start.encoding
-        for _ in range(self.passes):
+        scales, encoding = _Scales.of(start, weight) if self.scales else None, start.encoding
+        passes = min(self.passes, REHEARSED) if state.rehearses else self.passes
+        for _ in range(passes):
             present = encoding
             if scales is not None:
                 encoding = scales.moved(replace(start, encoding=encoding), descent)
