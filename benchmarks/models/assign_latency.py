@@ -36,8 +36,15 @@ from qtk.runtimes.latency import median_latencies_ms
 
 
 def float_model(name: str) -> nn.Module:
+    """The model; norms that timm starts at 0, which would leave nothing of residual branches, start at 1."""
+    if name in DEMO_MODELS:
+        return demo(name)
     torch.manual_seed(0)
-    return demo(name) if name in DEMO_MODELS else timm.create_model(name).eval()
+    model = timm.create_model(name).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not module.weight.any():
+            nn.init.ones_(module.weight)
+    return model
 
 
 def data(name: str, rows: int) -> list[torch.Tensor]:

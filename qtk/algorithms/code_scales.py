@@ -40,7 +40,7 @@ def code_scales(
     tensor([1.0800])
     """
     gram, found = error.gram[:, 0], scales.to(codes.dtype, copy=True)
-    space = torch.empty_like(half_gradient)
+    space = torch.empty_like(half_gradient) if product is None else None
     for begin in range(0, codes.shape[2], block):
         columns = slice(begin, begin + block)
         index, code = scale_index[..., begin].flatten(), codes[..., columns]

@@ -137,10 +137,10 @@ def damped_factor(hessian: Callable[[], Tensor], damping: float) -> Tensor:
         hessian: makes a copy of H without damping, which L may overwrite.
         damping: as of ``gptq``.
     """
-    factor = _damped(hessian(), damping)
+    factor = _damp_(hessian(), damping)
     failed = cholesky_(factor)
     if bool(failed.any()) and factor.dtype != torch.float64:
-        factor = _damped(hessian().to(torch.float64), damping)
+        factor = _damp_(hessian().to(torch.float64), damping)
         failed = cholesky_(factor)
     if bool(failed.any()):
         raise CalibrationError(f"the Hessian of this layer has no inverse with a damping of {damping}: the inputs are "
@@ -148,8 +148,8 @@ def damped_factor(hessian: Callable[[], Tensor], damping: float) -> Tensor:
     return factor
 
 
-def _damped(hessian: Tensor, damping: float) -> Tensor:
-    """Changes ``hessian``."""
+def _damp_(hessian: Tensor, damping: float) -> Tensor:
+    """Adds to the diagonal, in place, what ``damped_factor`` says."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
     return hessian

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OrderedGram:
-    """Makes copies of one Gram matrix with its columns in another order, from a copy that it keeps.
+    """Makes copies of one Gram matrix with its columns in another order, from a copy that it keeps until ``clear``.
 
     From one copy to the next the diagonal of the Gram matrix may change, as a prior changes it, and nothing else. The
     next copy overwrites the last: fresh memory of this size takes longer to get than to fill.
@@ -24,6 +24,10 @@ class OrderedGram:
         _, ordered, result = self._kept
         result.copy_(ordered).diagonal(dim1=-2, dim2=-1).copy_(gram.diagonal(dim1=-2, dim2=-1).gather(1, order))
         return result
+
+    def clear(self) -> None:
+        """Forgets both copies."""
+        self._kept = None
 
 
 def in_order(matrix: Tensor, order: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
 class OutputError:
     """The squared error of the output as a quadratic form, without its constant.
 
-    ``ordered`` makes copies of the Gram matrix in another order.
+    ``ordered`` makes copies of the Gram matrix in another order; between them its diagonal alone may change.
 
     Shape: ``gram`` H, [groups, blocks, block, block], in the dtype to compute in; ``linear`` [groups, blocks, outputs,
     block], or ``None`` for 0.

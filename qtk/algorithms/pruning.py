@@ -42,7 +42,7 @@ def prune_two_of_four(
     """
     power = hessian.diagonal(dim1=-2, dim2=-1).sum(0)[fours].sum(-1)
     order = fours[power.argsort()].flatten()  # the last four, with the largest inputs, are the first to be pruned
-    factor = damped_factor(lambda: in_order(hessian, order.expand(len(hessian), -1)), damping).tril().to(weight.dtype)
+    factor = damped_factor(lambda: in_order(hessian, order.expand(len(hessian), -1)), damping).to(weight.dtype)
     target, result = weight[..., order], torch.empty_like(weight)
     is_pruned = torch.zeros_like(weight, dtype=torch.bool)
     residual = torch.zeros_like(target) if linear is None else torch.linalg.solve_triangular(

@@ -4,8 +4,9 @@ With a prior, methods see the Gram matrix ``H + prior · mean(diag H) I``: as if
 equal power in all columns. The stronger it is, the less they rely on what only these data have. The prior is at least
 the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data), and more where no
 data reach many directions (``unreached``): held-out data of the same kind do not reach them either. Stronger ones are
-tried as long as the error on held-out data falls, on some of the outputs where these are found one by one. If no prior
-lowers it, each method is tried alone; if that gains nothing either, the layer stays as it is.
+tried as long as the error on held-out data falls, in a rehearsal on some of the outputs where these are found one by
+one, in which long methods stop earlier. If no prior lowers it, each method is tried alone; if that gains nothing either,
+the layer stays as it is.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ class Winner:
 
 def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     """The best candidate for a layer. Raises: CalibrationError if a method fails."""
+    winner = _chosen(start, methods)
+    start.error.ordered.clear()
+    return winner
+
+
+def _chosen(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     moments, held_out = start.moments, start.moments.held_out
     if not moments.required.gram:
         state = _applied(start, methods, None)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtk.algorithms import gptq as module
+from qtk.algorithms.cholesky import PANEL
 from qtk.algorithms.output_error import OutputError
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
@@ -195,3 +196,16 @@ def test_targets_cost_nothing_while_columns_still_to_come_are_free(columns_at_on
     least = -(linear.T @ torch.linalg.inv(damped) * linear.T).sum(1)
     error = ((change @ damped + 2 * linear.T) * change).sum(1)
     torch.testing.assert_close(lost, error - least)
+
+
+@pytest.mark.parametrize("columns_at_once", [100, 128, 300])
+def test_what_is_missing_is_right_across_panels_of_the_factor(columns_at_once):
+    columns, generator = PANEL + 44, torch.Generator().manual_seed(0)
+    x = torch.randn(2 * columns, columns, generator=generator).double()
+    weight, hessian = torch.randn(3, columns, generator=generator).double(), x.T @ x
+    feedback = module.Feedback.of(weight[None], OutputError(hessian[None, None]), 0.01, act_order=True)
+    grid = grid_of(weight.float(), torch.full((3,), 0.4), None, (1, WHOLE))[None]
+    rounded, missing = feedback.rounded(grid, columns_at_once)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    change = weight - rounded[0]
+    torch.testing.assert_close(feedback.targets(rounded, missing)[2][0], ((change @ damped) * change).sum(1))

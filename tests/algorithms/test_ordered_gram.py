@@ -29,6 +29,13 @@ def test_each_copy_has_the_diagonal_of_now_and_may_be_overwritten():
         copy.zero_()
 
 
+def test_what_is_forgotten_is_read_anew():
+    gram, ordered = grams(), OrderedGram()
+    ordered.copy(gram, ORDER)
+    ordered.clear()
+    assert torch.equal(ordered.copy(2 * gram, ORDER), expected(2 * gram, ORDER))
+
+
 def test_another_order_is_another_copy():
     gram, ordered = grams(), OrderedGram()
     ordered.copy(gram, ORDER)

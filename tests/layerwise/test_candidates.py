@@ -280,6 +280,30 @@ def test_a_prior_is_gone_afterwards_and_after_an_error():
     assert torch.equal(start.error.gram, before)
 
 
+@pytest.mark.parametrize("methods", [[Gptq(), BiasCorrection()], [SeqMse(loss="sqnr"), Gptq()]], ids=["bias", "sqnr"])
+def test_statistics_stay_without_the_prior_while_methods_read_them(methods):
+    x, generator = torch.randn(ROWS, WIDTH), torch.Generator().manual_seed(0)
+    layer = layer_of(nn.Linear(WIDTH, 8), x, CHANNEL)
+    moments = SecondMoments(layer.geometry, RequiredStatistics(difference=True, holdout=LAST_FIFTH))
+    moments.observe(x + 0.1 * torch.randn(ROWS, WIDTH, generator=generator), x)
+    start = LayerState.of(layer, moments)
+    expected = start.error.gram.clone()
+    choose(start, methods)
+    assert torch.equal(moments.gram_as(torch.float32), expected)
+    assert torch.equal(start.error.gram, expected)
+
+
+def test_where_float32_has_no_factor_directions_are_counted_in_float64():
+    gram = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]) * torch.finfo(torch.float32).tiny
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        factor = candidates.cholesky_
+        patch.setattr(candidates, "cholesky_", lambda matrix: asked.append(matrix.dtype) or (
+            torch.tensor([True]) if matrix.dtype == torch.float32 else factor(matrix)))
+        assert unreached(gram[None, None]).item() == pytest.approx(unreached(gram.double()[None, None]).item(), rel=1e-3)
+    assert asked[:2] == [torch.float32, torch.float64]
+
+
 def test_outputs_that_share_a_scale_are_not_taken_apart():
     start = Wide(512, {"symmetric": True, "granularity": "per_tensor"}).start
     assert start.of_outputs(slice(None, None, 8)) is None

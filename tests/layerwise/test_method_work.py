@@ -56,7 +56,7 @@ def test_matrices_at_a_time_are_what_a_method_allocates(method, monkeypatch):
         return update
 
     monkeypatch.setattr(run, "compute_update", solved)
-    for outputs, columns in [(384, 768), (768, 384)]:
+    for outputs, columns in [(384, 768), (768, 384), (128, 768)]:
         torch.manual_seed(0)
         mixed = torch.linspace(0, 1, columns).pow(6)[:, None] * torch.randn(columns, columns) / columns**0.5
         batches = [(torch.randn(256, columns) @ mixed).bfloat16() for _ in range(4)]
