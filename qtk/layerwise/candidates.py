@@ -5,8 +5,8 @@ equal power in all columns. The stronger it is, the less they rely on what only 
 the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data), and more where no
 data reach many directions (``unreached``): held-out data of the same kind do not reach them either. Stronger ones are
 tried as long as the error on held-out data falls, in a rehearsal on some of the outputs where these are found one by
-one, in which long methods stop earlier. If no prior lowers it, each method is tried alone; if that gains nothing either,
-the layer stays as it is.
+one, in which long methods stop earlier. If no prior lowers it, each method is tried alone; if that gains nothing
+either, the layer stays as it is.
 """
 
 from __future__ import annotations

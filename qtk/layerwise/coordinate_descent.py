@@ -33,8 +33,8 @@ class CoordinateDescent:
     It starts from the weights that an earlier method has rounded, otherwise from GPTQ's.
 
     Args:
-        passes: over all columns, at most; it ends when a pass changes nothing. A prior (``qtk.layerwise.candidates``) is
-            chosen by two.
+        passes: over all columns, at most; it ends when a pass changes nothing. A prior
+            (``qtk.layerwise.candidates``) is chosen by two.
         scales: before each pass, give every scale its best value for the present codes; scales stored in few bits, and
             scales of scattered columns, stay unchanged.
 

@@ -300,7 +300,8 @@ def test_where_float32_has_no_factor_directions_are_counted_in_float64():
         factor = candidates.cholesky_
         patch.setattr(candidates, "cholesky_", lambda matrix: asked.append(matrix.dtype) or (
             torch.tensor([True]) if matrix.dtype == torch.float32 else factor(matrix)))
-        assert unreached(gram[None, None]).item() == pytest.approx(unreached(gram.double()[None, None]).item(), rel=1e-3)
+        found, expected = (unreached(each[None, None]).item() for each in (gram, gram.double()))
+    assert found == pytest.approx(expected, rel=1e-3)
     assert asked[:2] == [torch.float32, torch.float64]
 
 
