@@ -13,6 +13,7 @@ search takes. ``--quantize``: ``qtk.quantize`` under the same budget, its error 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 import warnings
@@ -92,11 +93,10 @@ def again(sims: dict[str, qtk.QuantSim], x: torch.Tensor, target: str, turns: in
         return latency.median_latencies_ms(runs, turns=turns)
 
 
-def row(name: str, target: str, share: float, arguments: argparse.Namespace, ends: tuple[float, float]) -> list[str]:
-    """The model under a budget between the latencies of 8 bits and of float."""
+def row(name: str, target: str, budget: float, arguments: argparse.Namespace, ends: tuple[float, float]) -> list[str]:
+    """The model under a budget; ``ends``: its latencies in 8 bits and in float."""
     batches, rows = data(name, arguments.rows), arguments.rows
     low, high = ends
-    budget = low + share * (high - low)
     sim, found, seconds = searched(name, batches, rows, target, budget)
     sims = {"assigned": sim, "8 bits": quantized(name, batches, rows, target)}
     if arguments.quantize:
@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=["onnxruntime"])
     parser.add_argument("--rows", type=int, default=1, help="of a call")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.4, 0.7])
+    parser.add_argument("--budgets", nargs="+", type=float, help="in milliseconds, in place of shares: for runtimes "
+                        "where all sites in float quantize nothing, so that no search measures it")
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--cpu-time", action="store_true", help="milliseconds of CPU time")
     parser.add_argument("--quantize", action="store_true", help="qtk.quantize as well")
@@ -133,11 +135,14 @@ def main() -> None:
     rows = []
     for name in arguments.models:
         for target in arguments.targets:
-            _, loose, _ = searched(name, data(name, arguments.rows), arguments.rows, target, 1e6)
-            costs = costs_by_name(loose)
-            low, high = costs["all 8 bits"], costs.get("all float", max(costs.values()))
-            for share in arguments.shares:
-                rows.append(tuple(row(name, target, share, arguments, (low, high))))
+            low, high, budgets = math.nan, math.nan, arguments.budgets
+            if budgets is None:
+                _, loose, _ = searched(name, data(name, arguments.rows), arguments.rows, target, 1e6)
+                costs = costs_by_name(loose)
+                low, high = costs["all 8 bits"], costs.get("all float", max(costs.values()))
+                budgets = [low + share * (high - low) for share in arguments.shares]
+            for budget in budgets:
+                rows.append(tuple(row(name, target, budget, arguments, (low, high))))
                 print(" | ".join(rows[-1]), flush=True)
     headings = ("model", "target", "8 bits, ms", "float, ms", "budget, ms", "found, ms", "again, ms", "drift",
                 "SQNR in 8 bits, dB", "SQNR, dB", "sites in float", "s",
