@@ -107,7 +107,8 @@ def row(name: str, target: str, budget: float, arguments: argparse.Namespace, en
     drift = costs_by_name(found)["all 8 bits"] / measured["8 bits"]
     floats = sum(each.width == "float" for each in found.rows)
     (equal,) = (sqnr_db(each.loss) for each in found.measured if each.what == "all 8 bits")
-    cells = [name, target, f"{low:.3g}", f"{high:.3g}", f"{budget:.3g}", f"{found.cost:.3g}",
+    shown = ("–" if math.isnan(each) else f"{each:.3g}" for each in (low, high))
+    cells = [name, target, *shown, f"{budget:.3g}", f"{found.cost:.3g}",
              f"{measured['assigned'] * drift:.3g}", f"{drift:.2f}", f"{equal:.1f}",
              f"{sqnr_db(found.measured[0].loss):.1f}", f"{floats} of {len(found.rows)}", f"{seconds:.0f}"]
     if arguments.quantize:
