@@ -15,14 +15,12 @@ arXiv 2507.18553).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qtk.algorithms.cholesky import cholesky_
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.cholesky import cholesky
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.errors import CalibrationError
 
@@ -47,8 +45,7 @@ def gptq(
 
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
-    error = OutputError(hessian[:, None], None if linear is None else linear[:, None])
-    return Feedback.of(weight, error, damping, act_order).rounded(grid, columns_at_once)[0]
+    return Feedback.of(weight, hessian, linear, damping, act_order).rounded(grid, columns_at_once)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +56,7 @@ class Feedback:
         order: the columns, the first to be rounded last.
         weight: the float weights, their columns in this order.
         start: the weights plus ``y_i / L_ii``.
-        factor: ``L_ji / L_ii`` in column i, below the diagonal; above it, of no meaning.
+        factor: ``L_ji / L_ii`` in column i.
         diagonal: ``L_ii``.
 
     Shape: ``order`` int64 [groups, columns]; ``weight`` and ``start`` [groups, outputs, columns]; ``factor`` [groups,
@@ -73,12 +70,11 @@ class Feedback:
     diagonal: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, error: OutputError, damping: float, act_order: bool) -> Feedback:
-        """Arguments and errors: as ``gptq``; ``error`` of the output, by all columns together."""
-        hessian, linear = error.gram[:, 0], None if error.linear is None else error.linear[:, 0]
+    def of(cls, weight: Tensor, hessian: Tensor, linear: Tensor | None, damping: float, act_order: bool) -> Feedback:
+        """Arguments and errors: as ``gptq``."""
         order = _column_order(hessian, act_order)
         index = order[:, None].expand(weight.shape)
-        factor = damped_factor(lambda: error.ordered.copy(hessian, order), damping).to(weight.dtype)
+        factor = damped_factor(in_order(hessian, order), damping).to(weight.dtype)
         diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
         start = ordered = weight.gather(2, index)
         if linear is not None:
@@ -100,7 +96,7 @@ class Feedback:
             torch.sub(target_block, change_block, out=missing[..., block])
             grid[..., block].round_with_feedback_(
                 target_block, change_block, propagation[:, block, block], backwards=True)
-            missing[..., block].baddbmm_(change_block, self.factor[:, block, block].tril())
+            missing[..., block].baddbmm_(change_block, self.factor[:, block, block])
             rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
         return self._in_place(target), missing
 
@@ -128,28 +124,25 @@ def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
     return torch.arange(diagonal.shape[1], device=hessian.device).flip(0).expand(diagonal.shape)
 
 
-def damped_factor(hessian: Callable[[], Tensor], damping: float) -> Tensor:
-    """L with ``L Lᵀ = H`` for the damped H, in its lower triangle; the upper one is of no meaning.
+def in_order(matrix: Tensor, order: Tensor) -> Tensor:
+    """A copy with its rows and columns in another order. Shape: as ``matrix``, [groups, columns, columns]."""
+    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    for into, each, columns in zip(result, matrix, order, strict=True):
+        torch.index_select(each.index_select(0, columns), 1, columns, out=into)
+    return result
+
+
+def damped_factor(hessian: Tensor, damping: float) -> Tensor:
+    """L, lower triangular, with ``L Lᵀ = H`` for the damped H, which ``hessian`` becomes.
 
     Columns whose inputs are all zero get a diagonal of 1, so that there is one.
-
-    Args:
-        hessian: makes a copy of H without damping, which L may overwrite.
-        damping: as of ``gptq``.
     """
-    factor = _damp_(hessian(), damping)
-    failed = cholesky_(factor)
-    if bool(failed.any()) and factor.dtype != torch.float64:
-        factor = _damp_(hessian().to(torch.float64), damping)
-        failed = cholesky_(factor)
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
+    factor, failed = cholesky(hessian)
+    if bool(failed.any()) and hessian.dtype != torch.float64:
+        factor, failed = cholesky(hessian.to(torch.float64))
     if bool(failed.any()):
         raise CalibrationError(f"the Hessian of this layer has no inverse with a damping of {damping}: the inputs are "
                                "too correlated; use more data or a larger damping")
     return factor
-
-
-def _damp_(hessian: Tensor, damping: float) -> Tensor:
-    """Adds to the diagonal, in place, what ``damped_factor`` says."""
-    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
-    return hessian

@@ -13,13 +13,11 @@ unrounded, if E is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-from qtk.algorithms.ordered_gram import OrderedGram
 
 DIRECTIONS = 8
 """Eigenvectors of the Gram matrix that an estimate keeps."""
@@ -40,8 +38,6 @@ def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
 class OutputError:
     """The squared error of the output as a quadratic form, without its constant.
 
-    ``ordered`` makes copies of the Gram matrix in another order; between them its diagonal alone may change.
-
     Shape: ``gram`` H, [groups, blocks, block, block], in the dtype to compute in; ``linear`` [groups, blocks, outputs,
     block], or ``None`` for 0.
 
@@ -52,7 +48,6 @@ class OutputError:
 
     gram: Tensor
     linear: Tensor | None = None
-    ordered: OrderedGram = field(default_factory=OrderedGram, repr=False)
 
     @property
     def blocks(self) -> int:
@@ -82,8 +77,7 @@ class OutputError:
 
     def select(self, blocks: slice, outputs: slice | Tensor) -> OutputError:
         """The error of some blocks and outputs alone."""
-        linear = None if self.linear is None else self.linear[:, blocks, outputs]
-        return replace(self, linear=linear) if blocks == slice(None) else OutputError(self.gram[:, blocks], linear)
+        return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
 
     def estimate(self) -> ErrorEstimate:
         """A low-rank estimate of the error, which is cheaper to evaluate.

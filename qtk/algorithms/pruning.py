@@ -16,8 +16,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from qtk.algorithms.gptq import damped_factor
-from qtk.algorithms.ordered_gram import in_order
+from qtk.algorithms.gptq import damped_factor, in_order
 
 FOUR = 4
 PAIRS = [list(pair) for pair in combinations(range(FOUR), 2)]
@@ -42,7 +41,7 @@ def prune_two_of_four(
     """
     power = hessian.diagonal(dim1=-2, dim2=-1).sum(0)[fours].sum(-1)
     order = fours[power.argsort()].flatten()  # the last four, with the largest inputs, are the first to be pruned
-    factor = damped_factor(lambda: in_order(hessian, order.expand(len(hessian), -1)), damping).to(weight.dtype)
+    factor = damped_factor(in_order(hessian, order.expand(len(hessian), -1)), damping).to(weight.dtype)
     target, result = weight[..., order], torch.empty_like(weight)
     is_pruned = torch.zeros_like(weight, dtype=torch.bool)
     residual = torch.zeros_like(target) if linear is None else torch.linalg.solve_triangular(

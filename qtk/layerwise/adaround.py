@@ -79,7 +79,6 @@ class AdaRound:
         activation_error = self._activation_error(state) if self.through_activation else None
         start = state if state.is_rounded or activation_error is not None else Gptq().apply(state)
         state = replace(state, encoding=start.encoding)
-        state.error.ordered.clear()  # the descent needs room
         weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
         iterations = max(1, self.iterations // REHEARSED) if state.rehearses else self.iterations
         descent = RoundingDescent(iterations, self.learning_rate, self.regularization, self.warm_start)

@@ -12,14 +12,13 @@ either, the layer stays as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qtk.algorithms.cholesky import cholesky_
+from qtk.algorithms.cholesky import cholesky
 from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
@@ -64,20 +63,14 @@ class Winner:
 
 def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     """The best candidate for a layer. Raises: CalibrationError if a method fails."""
-    winner = _chosen(start, methods)
-    start.error.ordered.clear()
-    return winner
-
-
-def _chosen(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     moments, held_out = start.moments, start.moments.held_out
     if not moments.required.gram:
-        state = _applied(start, methods, None)
+        state = _applied(start, methods)
         before, after = state.loss or (0.0, 0.0)
         return Winner(state, _name(methods), before, after, None)
     floor = least_prior(start.error.gram, moments.rows_of_groups)
     if held_out is None or not held_out.rows:
-        state, own = _applied(start, methods, floor), _Judge(start, moments, start.error)
+        state, own = _applied(with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
     own = _Judge(start, moments, start.error)
     judge = own.over(held_out)
@@ -94,7 +87,7 @@ def _chosen(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         name = f"{_name(methods)}, prior {prior or 'least'}"
     if best is start and len(methods) > 1:
         for method in methods:
-            state = _applied(start, [method], floor.clamp(min=PRIORS[-1]))
+            state = _applied(with_prior(start, floor.clamp(min=PRIORS[-1])), [method])
             if (own_gain := least - judge.error(state)) > gain:
                 best, gain, name = state, own_gain, f"{_name([method])}, prior {PRIORS[-1]}"
     errors = least, least - gain
@@ -111,7 +104,7 @@ def _better(
     for prior in priors:
         if prior and bool((floor >= prior).all()):
             continue
-        state = _applied(start, methods, floor.clamp(min=prior))
+        state = _applied(with_prior(start, floor.clamp(min=prior)), methods)
         if (own_gain := least - judge.error(state)) > gain:
             gain = own_gain
             yield prior, state, gain
@@ -164,12 +157,10 @@ def unreached(gram: Tensor) -> Tensor:
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     is_alive, least = diagonal > 0, UNREACHED_POWER * diagonal.mean(-1, keepdim=True)
     diagonal += least
-    if bool(cholesky_(damped).any()):
-        exact = gram.flatten(0, 1).to(torch.float64, copy=True)
-        exact.diagonal(dim1=-2, dim2=-1).add_(least)
-        cholesky_(exact)
-        diagonal = exact.diagonal(dim1=-2, dim2=-1).to(gram.dtype)
-    share = (least / diagonal.square()).clamp(max=1) * is_alive
+    factor, failed = cholesky(damped)
+    if bool(failed.any()):
+        factor = cholesky(damped.to(torch.float64))[0].to(gram.dtype)
+    share = (least / factor.diagonal(dim1=-2, dim2=-1).square()).clamp(max=1) * is_alive
     share = (share.sum(-1) / is_alive.sum(-1).clamp(min=1)).nan_to_num()
     return share.clamp(max=1 - 1 / gram.shape[-1]).reshape(gram.shape[:2])
 
@@ -211,25 +202,17 @@ class _Judge:
         return error + float((moments.rows_of_means * (shift.square() - 2 * shift * mean)).sum())
 
 
-@contextmanager
-def added_prior(error: OutputError, prior: Tensor | None) -> Iterator[None]:
-    """Adds a prior to the diagonal of the Gram matrix, and takes it away again. Shape: ``prior`` [groups, blocks]."""
-    if prior is None:
-        yield
-        return
-    diagonal = error.gram.diagonal(dim1=-2, dim2=-1)
-    before = diagonal.clone()
-    try:
-        diagonal += (prior * diagonal.mean(-1))[..., None]
-        yield
-    finally:
-        diagonal.copy_(before)
+def with_prior(state: LayerState, prior: Tensor) -> LayerState:
+    """The state with a prior on its Gram matrix. Shape: ``prior`` [groups, blocks]."""
+    gram = state.error.gram.clone()
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += (prior * diagonal.mean(-1))[..., None]
+    return replace(state, error=OutputError(gram, state.error.linear))
 
 
-def _applied(state: LayerState, methods: Sequence[LayerwiseMethod], prior: Tensor | None) -> LayerState:
-    with added_prior(state.error, prior):
-        for method in methods:
-            state = method.apply(state)
+def _applied(state: LayerState, methods: Sequence[LayerwiseMethod]) -> LayerState:
+    for method in methods:
+        state = method.apply(state)
     return state
 
 

@@ -81,7 +81,11 @@ class Gptq:
 
     def apply(self, state: LayerState) -> LayerState:
         """Raises: CalibrationError if the damped Hessian has no inverse."""
-        feedback = Feedback.of(state.to_gemm(state.float_weight), state.error, self.damping, self.act_order)
+        error = state.error
+        feedback = Feedback.of(
+            state.to_gemm(state.float_weight), error.gram[:, 0],
+            None if error.linear is None else error.linear[:, 0], self.damping, self.act_order,
+        )
         index = _own_scales(state) if self.scales else None
         if index is None:
             return state.updated(weight=feedback.rounded(state.grid(), self.columns_at_once)[0])

@@ -33,8 +33,7 @@ class LayerState:
         bias: so far; ``None`` where the layer has none.
         float_bias: the bias of the float model.
         moments: statistics of the layer's input.
-        error: of the output, as a function of the change of the weight; its Gram matrix may have a prior, which
-            ``moments`` do not have.
+        error: of the output, as a function of the change of the weight.
         activation: the function that alone reads the output, if there is one.
         dtype: in which methods compute.
         loss: the output's error before and after the methods, without its constant; ``None`` where the last method does
@@ -71,7 +70,7 @@ class LayerState:
         weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         matrix = weight_to_gemm(weight.to(dtype), layer.geometry)
         if moments.required.gram:
-            gram, linear = moments.gram_copy(dtype), moments.linear(matrix)
+            gram, linear = moments.gram_as(dtype), moments.linear(matrix)
         else:  # no method needs the error
             gram, linear = matrix.new_zeros(len(matrix), matrix.shape[2], 1, 1), None
         return cls(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtk.algorithms.pruning import FOUR, prune_two_of_four
 from qtk.errors import CalibrationError
-from qtk.layerwise.candidates import added_prior, shrinkage
+from qtk.layerwise.candidates import shrinkage, with_prior
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
@@ -33,11 +33,10 @@ def with_zeros(state: LayerState, sparsity: Sparsity | None) -> LayerState:
     zeros, has_mask = zeros_of(state.geometry, state.float_weight, state.weight)
     if sparsity is None or has_mask or misfit(state.geometry, state.weight) is not None:
         return replace(state, zeros=zeros)
-    error = state.error
-    with added_prior(error, shrinkage(error.gram, state.moments.rows_of_groups)):
-        is_pruned, kept = prune_two_of_four(
-            state.to_gemm(state.weight), error.gram[:, 0], _fours(state.geometry, state.weight),
-            None if error.linear is None else error.linear[:, 0])
+    error = with_prior(state, shrinkage(state.error.gram, state.moments.rows_of_groups)).error
+    is_pruned, kept = prune_two_of_four(
+        state.to_gemm(state.weight), error.gram[:, 0], _fours(state.geometry, state.weight),
+        None if error.linear is None else error.linear[:, 0])
     weight = state.from_gemm(kept)
     return replace(state, weight=weight, pruned=weight, zeros=state.from_gemm(is_pruned.to(kept.dtype)) != 0)
 

@@ -131,13 +131,6 @@ class SecondMoments:
             raise CalibrationError("the squares of a layer's input are beyond float32; scale the data down")
         return mirrored(gram)
 
-    def gram_copy(self, dtype: torch.dtype) -> Tensor:
-        """``gram_as``, in memory that these statistics do not read again. Raises: CalibrationError as ``gram``."""
-        products = self._products.get("gram")
-        own = self._sums.get("gram"), None if products is None else products.total
-        gram = self.gram_as(dtype)
-        return gram.clone() if any(gram is each for each in own) else gram
-
     @property
     def difference(self) -> Tensor | None:
         """D, ``None`` where both inputs were one or it was not required. Shape: as ``gram``."""

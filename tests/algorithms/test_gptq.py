@@ -5,7 +5,6 @@ import torch
 
 from qtk.algorithms import gptq as module
 from qtk.algorithms.cholesky import PANEL
-from qtk.algorithms.output_error import OutputError
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
@@ -180,8 +179,7 @@ def test_targets_cost_nothing_while_columns_still_to_come_are_free(columns_at_on
     weight, x, scale, _, _ = problem(False, (1, WHOLE))
     hessian, moved = x.T @ x, torch.randn(WIDTH, OUT, generator=torch.Generator().manual_seed(1)).double()
     linear = 0.01 * hessian @ moved
-    error = OutputError(hessian[None, None], linear.T[None, None])
-    feedback = module.Feedback.of(weight.double()[None], error, 0.01, act_order=True)
+    feedback = module.Feedback.of(weight.double()[None], hessian[None], linear.T[None], 0.01, act_order=True)
     rounded, missing = feedback.rounded(grid_of(weight, scale, None, (1, WHOLE))[None], columns_at_once)
     target, power, lost = (each[0] for each in feedback.targets(rounded, missing))
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
@@ -203,7 +201,7 @@ def test_what_is_missing_is_right_across_panels_of_the_factor(columns_at_once):
     columns, generator = PANEL + 44, torch.Generator().manual_seed(0)
     x = torch.randn(2 * columns, columns, generator=generator).double()
     weight, hessian = torch.randn(3, columns, generator=generator).double(), x.T @ x
-    feedback = module.Feedback.of(weight[None], OutputError(hessian[None, None]), 0.01, act_order=True)
+    feedback = module.Feedback.of(weight[None], hessian[None], None, 0.01, act_order=True)
     grid = grid_of(weight.float(), torch.full((3,), 0.4), None, (1, WHOLE))[None]
     rounded, missing = feedback.rounded(grid, columns_at_once)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
