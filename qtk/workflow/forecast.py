@@ -39,7 +39,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 HEAP = 1.25
 """What a solve takes of the system over what it allocates, free blocks of the heap included: with it the forecasts of
-``bench_larger_than_memory.py --rows forecast`` are within 20 % of the peaks."""
+``bench_larger_than_memory.py --rows forecast`` are within 13 % of the peaks."""
 
 HELD_OUT = 2
 """Sums of the samples that are held out, and of the others."""
