@@ -13,6 +13,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,25 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = ["tests.warm", "torch.distributed"]
 TIMEOUT_S = 600
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def forked() -> int:
+    """As ``os.fork``; the child may be killed at any moment, even while it holds the lock of progress bars.
+
+    That lock is one for all processes, so that the parent would wait for it for ever: the child gets its own.
+    """
+    child = os.fork()
+    if child == 0:
+        tqdm.set_lock(threading.RLock())
+    return child
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from importlib import import_module
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 from bench_big_model import memory
+from tqdm import tqdm
 
 SIZES = {"tiny": (256, 768, 4, 4, 1024), "small": (768, 2048, 4, 12, 8192), "one": (768, 2048, 1, 12, 8192),
          "deep": (1024, 2816, 4, 16, 4096), "large": (2048, 5632, 22, 32, 32000)}
@@ -171,6 +173,7 @@ def forked(source: Path, target: Path) -> int:
     """Begins a run in a process that has imported everything. Returns: its id."""
     pid = os.fork()
     if pid == 0:
+        tqdm.set_lock(threading.RLock())  # tqdm's is one for all processes, and stays held by a process that is killed
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             child("gptq", source, target)

@@ -15,6 +15,7 @@ import qtk
 from qtk.cli.app import app
 from qtk.errors import ConfigError, ExportError
 from qtk.nn.mapped_weights import is_mapped
+from tests import fresh
 
 pytest.importorskip("compressed_tensors")
 
@@ -95,7 +96,7 @@ def test_a_run_that_is_killed_goes_on_and_writes_the_same_bytes(source, tmp_path
     lasts_s = time.monotonic() - started
     kills = 0
     for turn in range(20):
-        child = os.fork()
+        child = fresh.forked()
         if child == 0:
             run("out")
             os._exit(0)

@@ -20,11 +20,13 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from tqdm import tqdm
 
 import qtk
 from qtk.cli.quantize import quantize
 from qtk.cli.recipe import load_recipe
 from qtk.export import encodings_json
+from tests import fresh
 from tests.fuzz.fuzzing import same, state
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -50,7 +52,7 @@ def leftovers(folder: Path) -> list[str]:
 
 def killed(work: Callable[[], object], after_s: float) -> bool:
     """Runs ``work`` in a process that is killed ``after_s`` later. Returns: whether it was still at work."""
-    child = os.fork()
+    child = fresh.forked()
     if child == 0:
         code = 1
         try:
@@ -64,6 +66,20 @@ def killed(work: Callable[[], object], after_s: float) -> bool:
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the work itself failed"
     return os.WIFSIGNALED(status)
+
+
+def test_a_process_that_is_killed_with_a_bar_on_the_screen_leaves_bars_to_others() -> None:
+    shared, (ready, tell) = tqdm.get_lock(), os.pipe()
+    child = fresh.forked()
+    if child == 0:
+        tqdm.get_lock().acquire()
+        os.write(tell, b"1")
+        time.sleep(60)
+    assert os.read(ready, 1) == b"1"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert all(lock.acquire(timeout=0) for lock in shared.locks)
+    shared.release()
 
 
 def at_random_moments(count: int, work: Callable[[int], object], check: Callable[[int], None]) -> None:
