@@ -19,11 +19,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-DIRECTIONS = 8
-"""Eigenvectors of the Gram matrix that an estimate keeps."""
-ITERATIONS = 2
-"""Iterations of the subspace iteration that finds the eigenvectors."""
-
 PANEL = 256
 """Columns of a Gram matrix that are multiplied together."""
 
@@ -79,22 +74,9 @@ class OutputError:
         """The error of some blocks and outputs alone."""
         return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
 
-    def estimate(self) -> ErrorEstimate:
-        """A low-rank estimate of the error, which is cheaper to evaluate.
-
-        The Gram matrix is approximated by a few of its eigenvectors, found by subspace iteration from random ones, plus
-        the rest of its diagonal: V Λ Vᵀ + diag(a).
-        """
-        block = self.gram.shape[-1]
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(block, min(DIRECTIONS, block), generator=generator).to(self.gram)
-        basis = torch.linalg.qr(self.gram @ start).Q
-        for _ in range(ITERATIONS):
-            basis = torch.linalg.qr(self.gram @ basis).Q
-        eigenvalues, rotation = torch.linalg.eigh(basis.mT @ self.gram @ basis)
-        directions = basis @ rotation * eigenvalues.clamp(min=0).sqrt()[..., None, :]
-        diagonal = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
-        return ErrorEstimate(directions, diagonal[:, :, None], self.linear)
+    def of_uncorrelated(self) -> DiagonalError:
+        """The error as it would be if the columns were uncorrelated, which is cheaper to evaluate."""
+        return DiagonalError(self.gram.diagonal(dim1=-2, dim2=-1)[:, :, None])
 
 
 def _twice_upper(change: Tensor, gram: Tensor) -> Tensor:
@@ -198,28 +180,21 @@ class ActivationError:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ErrorEstimate:
-    """A low-rank estimate of ``OutputError``, made by ``OutputError.estimate``.
+class DiagonalError:
+    """The squared error of the output with the diagonal of H alone, and without ``linear``.
 
-    Shape: ``directions`` V √Λ, [groups, blocks, block, few]; ``diagonal`` a, [groups, blocks, 1, block]; ``linear`` as
-    in ``OutputError``.
+    Shape: ``diagonal`` [groups, blocks, 1, block].
     """
 
-    directions: Tensor
     diagonal: Tensor
-    linear: Tensor | None
 
     def of(self, change: Tensor) -> Tensor:
-        """As ``OutputError.of``."""
-        summand = self.diagonal * change
-        if self.linear is not None:
-            summand.add_(self.linear, alpha=2)
-        return summand.mul_(change).sum(-1) + (change @ self.directions).square().sum(-1)
+        """Shape: as ``OutputError.of``."""
+        return (self.diagonal * change).mul_(change).sum(-1)
 
-    def select(self, blocks: slice, outputs: slice) -> ErrorEstimate:
+    def select(self, blocks: slice, outputs: slice) -> DiagonalError:
         """As ``OutputError.select``."""
-        linear = None if self.linear is None else self.linear[:, blocks, outputs]
-        return ErrorEstimate(self.directions[:, blocks], self.diagonal[:, blocks], linear)
+        return DiagonalError(self.diagonal[:, blocks])
 
 
 CandidateError: TypeAlias = OutputError | AbsoluteError | LogError

@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import CandidateError, ErrorEstimate, OutputError
-from qtk.core.granularity import PerChannel
+from qtk.algorithms.output_error import CandidateError, DiagonalError, OutputError
+from qtk.core.dtypes import FloatDtype
+from qtk.core.granularity import WHOLE, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
+from qtk.ops.candidate_errors import candidate_errors
 from qtk.ops.simulate import simulate
 
-CONTENDERS = 3
-"""Number of candidates of a scale that estimates pick and whose errors are then computed."""
+CONTENDERS = 6
+"""Candidates of a scale with the least errors of uncorrelated columns, whose errors are then computed."""
 AT_ONCE = 1 << 19
 """Weights whose errors are computed together, at most: as many as fit the CPU cache."""
-WORTH_ESTIMATING = 256
-"""Number of columns of a block from which on estimates are cheaper."""
+MANY_COLUMNS = 128
+"""Columns of a block from which on the errors of all candidates cost more than to pick ``CONTENDERS``."""
 
 ALL = slice(None)
 
@@ -75,7 +77,7 @@ class ScaleCandidates:
         rows = weight.reshape(len(index), -1).to(torch.float32)
         return simulate(rows, spec, scale, zero_point).to(weight.dtype).reshape(weight.shape)
 
-    def errors(self, error: CandidateError | ErrorEstimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
+    def errors(self, error: CandidateError | DiagonalError, candidates: Sequence[Tensor] | Tensor) -> Tensor:
         """Errors of candidates, summed over all blocks that share a scale. Shape: both [candidates, scales]."""
         total = self.target.new_zeros(len(candidates), self.scales.shape[1])
         for blocks, outputs in self._pieces():
@@ -85,6 +87,17 @@ class ScaleCandidates:
                 output_error = piece_error.of(target - self.rounded(candidate, blocks, outputs))
                 total[row].index_add_(0, index, output_error.flatten())
         return total
+
+    def uncorrelated_errors(self, error: OutputError) -> Tensor:
+        """Errors of all candidates as if columns were uncorrelated. Shape: [candidates, scales]."""
+        if isinstance(self.spec.dtype, FloatDtype):
+            return self.errors(error.of_uncorrelated(), [self.every(index) for index in range(len(self.scales))])
+        diagonal, index = error.of_uncorrelated().diagonal.flatten(0, 1), self.scale_index.flatten()
+        errors = candidate_errors(
+            self.weight.flatten(0, 1), self.scales[:, index],
+            None if self.zero_points is None else self.zero_points[:, index], (1, 1, WHOLE), int(self.spec.qmin),
+            int(self.spec.qmax), importance=diagonal)
+        return errors.new_zeros(self.scales.shape).index_add_(1, index, errors)
 
     def of_block(self, block: int) -> tuple[Tensor, ScaleCandidates]:
         """The scales of one block of columns, int64 [scales of the block], and the candidates for them."""
@@ -124,14 +137,14 @@ def search_scales(candidates: ScaleCandidates, *, exact: bool = False) -> Search
 
     Args:
         candidates: of every scale.
-        exact: compute the error of every candidate. Otherwise a low-rank estimate picks ``CONTENDERS`` of them, whose
-            errors decide; blocks of few columns are computed exactly in any case.
+        exact: compute the error of every candidate. Otherwise the errors of uncorrelated columns pick ``CONTENDERS`` of
+            them, whose errors decide; in blocks of few columns all are computed in any case.
     """
     tried = torch.arange(len(candidates.scales), device=candidates.scales.device)[:, None].expand_as(candidates.scales)
-    is_worth_it = len(tried) > CONTENDERS + 1 and candidates.weight.shape[-1] >= WORTH_ESTIMATING
-    if not exact and is_worth_it and isinstance(candidates.error, OutputError):
-        estimates = candidates.errors(candidates.error.estimate(), tried[:-1])
-        contenders = estimates.topk(CONTENDERS, 0, largest=False).indices.sort(0).values
+    is_cheaper = len(tried) > CONTENDERS + 1 and candidates.weight.shape[-1] >= MANY_COLUMNS
+    if not exact and is_cheaper and isinstance(candidates.error, OutputError):
+        uncorrelated = candidates.uncorrelated_errors(candidates.error)[:-1]
+        contenders = uncorrelated.topk(CONTENDERS, 0, largest=False).indices.sort(0).values
         tried = torch.cat([contenders, tried[-1:]])
     errors = candidates.errors(candidates.error, tried)
     least = errors.min(0)

@@ -1,11 +1,13 @@
 """Against forming every output with every candidate, in float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
 
 from qtk.algorithms.output_error import OutputError, in_blocks
-from qtk.algorithms.seq_mse import ScaleCandidates, SearchResult, refine_jointly, search_scales
+from qtk.algorithms.seq_mse import MANY_COLUMNS, ScaleCandidates, SearchResult, refine_jointly, search_scales
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
@@ -194,3 +196,44 @@ def test_blocks_that_make_up_for_each_other(outputs_per_scale):
             other = found.clone()
             other[scale] = candidate
             assert lost(other) >= lost(found) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("int4", 1), ("uint3", 3), ("fp8_e4m3", 3)])
+def test_errors_of_uncorrelated_columns(name, blocks):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 5, 12, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 40, 12, generator=generator, dtype=torch.float64) * torch.logspace(-1, 1, 12)
+    spec = QuantSpec(dtype(name), symmetric=not name.startswith("u"))
+    owner = torch.randint(7, (2, blocks, 5), generator=generator)
+    scales = torch.rand(4, 7, generator=generator) + 0.1
+    zeros = None if spec.symmetric else torch.randint(8, (4, 7), generator=generator, dtype=torch.int32)
+    error = OutputError((x.mT @ x)[:, None]).diagonal_blocks(blocks)
+    blocked = in_blocks(weight, blocks)
+    found = ScaleCandidates(error, blocked, blocked, owner, spec, scales, zeros).uncorrelated_errors(error)
+    power, expected = x.square().sum(1), torch.zeros(4, 7, dtype=torch.float64)
+    for (candidate, scale), group, output, column in itertools.product(
+        ((c, s) for c in range(4) for s in range(7)), range(2), range(5), range(12)
+    ):
+        if owner[group, column * blocks // 12, output] == scale:
+            step, w = scales[candidate, scale].double(), weight[group, output, column]
+            zero = 0 if zeros is None else int(zeros[candidate, scale])
+            near = ((w / step).round() + zero).clamp(spec.qmin, spec.qmax) - zero
+            if name.startswith("fp8"):
+                near = (w / step).clamp(spec.qmin, spec.qmax).float().to(torch.float8_e4m3fn).double()
+            expected[candidate, scale] += power[group, column] * (w - near * step) ** 2
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8_e4m3"])
+def test_few_of_many_candidates_of_a_long_block_decide_as_all_do(name):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, 30, MANY_COLUMNS, generator=generator, dtype=torch.float64)
+    x = torch.randn(2000, MANY_COLUMNS, generator=generator, dtype=torch.float64)
+    spec, blocked = QuantSpec(dtype(name), symmetric=True), in_blocks(weight, 1)
+    scales = weight[0].abs().amax(1).float() / spec.qmax * torch.arange(1, 41)[:, None] / 40
+    search = ScaleCandidates(OutputError((x.mT @ x)[None, None]), blocked, blocked,
+                             torch.arange(30).reshape(1, 1, 30), spec, scales)
+    few, all_of_them = search_scales(search), search_scales(search, exact=True)
+    assert float((few.error / all_of_them.error - 1).abs().max()) < 0.01
+    assert torch.equal(few.present_error, all_of_them.present_error)
+    assert float((few.candidate == all_of_them.candidate).double().mean()) > 0.8
