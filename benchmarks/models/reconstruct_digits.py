@@ -4,13 +4,16 @@
     python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 digits_lstm:4x4
     python benchmarks/models/reconstruct_digits.py --split benchmark --cells digits_vit:4x4 --peers ModelOpt
     python benchmarks/models/reconstruct_digits.py --cells digits_vit:3x3 --seeds 0 1 --methods "reconstruction(drop=0)"
+    python benchmarks/models/reconstruct_digits.py --cells digits_gru:3x3 --methods reconstruction training
 
 Split ``unseen``: of every seed 512 other training images calibrate, and the figures are of the 1,285 images that were
 not seen, test images and the training images left. Split ``benchmark``: the first 512 training images calibrate, in
 another order with every seed, and the figures are of the 540 test images. Figures are means over the seeds. The best
 setting is chosen by these figures, so that it is at least as good as any choice without them. KL is the divergence of
 the scores from the float model's, in nats. A row of ``--csv`` is one run, written when it ends; what the file has is
-not run again. ``--peers`` adds other toolkits by name (``few_bits_peers``), which must be installed.
+not run again. ``training`` among the methods stands for 100 epochs of quantization-aware training on the images that
+calibrate, of weights and ranges, by the float model's scores: what else these images can give. ``--peers`` adds other
+toolkits by name (``few_bits_peers``), which must be installed.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ CELLS = {
                   "digits_vit:3x3"),
 }
 SAMPLES = 512
+TRAINING, EPOCHS = "training", 100
 PEER = "peer"
 """Stands in the place of the scheme of a run by another toolkit."""
 
@@ -90,7 +94,8 @@ def digits(split: str, seed: int) -> Digits:
 
 def runs(arguments: argparse.Namespace) -> Iterator[Run]:
     """All runs, seed by seed."""
-    learned = (("activation_mse", ("seq_mse", "coordinate_descent", each)) for each in arguments.methods)
+    learned = (("activation_mse", (each,) if each == TRAINING else ("seq_mse", "coordinate_descent", each))
+               for each in arguments.methods)
     settings = (*SETTINGS, *learned, *((PEER, (each,)) for each in arguments.peers))
     for cell in arguments.cells or CELLS[arguments.split]:
         model, width = cell.split(":")
@@ -114,13 +119,34 @@ def figures(run: Run, prepared: qtk.PreparedModel) -> Figures:
                            activation_bits=activation_bits)
         sim.compute_encodings(data.batches, progress=False)
         begun = time.process_time()
-        qtk.apply_layerwise(sim, data.batches, run.methods.split(" + "), progress=False)
+        if run.methods == TRAINING:
+            trained(sim, build(run.model), data.batches)
+        else:
+            qtk.apply_layerwise(sim, data.batches, run.methods.split(" + "), progress=False)
         quantized = sim.model
     seconds = time.process_time() - begun
     with torch.no_grad():
         own, scores = quantized(data.images), build(run.model)(data.images)
     hits = (own.argmax(1) == data.labels).double().mean()
     return Figures(100 * float(hits), float(qtk.distillation_loss(own, scores)), seconds)
+
+
+def trained(sim: qtk.QuantSim, teacher: nn.Module, batches: list[Tensor]) -> None:
+    """Trains the weights and ranges of a simulation, which changes in place."""
+    sim.learn_ranges()
+    with torch.no_grad():
+        scores = [teacher(batch) for batch in batches]
+    optimizer = torch.optim.Adam(sim.model.parameters(), 1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(batches))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(EPOCHS):
+        order = torch.randperm(sum(map(len, batches)), generator=generator)
+        for chosen in order.split(len(batches[0])):
+            loss = qtk.distillation_loss(sim.model(torch.cat(batches)[chosen]), torch.cat(scores)[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
 
 
 def found_in(path: Path | None) -> dict[Run, Figures]:
