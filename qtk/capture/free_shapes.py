@@ -14,6 +14,7 @@ from qtk.calls.calls import Call, detached
 from qtk.calls.inputs import is_free
 from qtk.calls.served_sizes import Axis
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.restored import restored
 from qtk.errors import OUT_OF_MEMORY, CaptureError
 from qtk.torch_private import pytree
 
@@ -50,7 +51,8 @@ def with_batch_of_two(
     """Doubles a batch of 1, which ``torch.export`` takes for a constant, if the model runs on two samples.
 
     It is axis 0 of every tensor in which that has length 1; if the model does not run so, the first axis of length 1
-    of the others too, as the states of recurrent nets have it.
+    of the others too, as the states of recurrent nets have it. A model whose buffers take another shape by it holds a
+    batch of its own. Its state stays as it was.
     """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     if all(tensor.shape[0] != 1 for tensor in tensors):
@@ -62,9 +64,12 @@ def with_batch_of_two(
             lambda leaf, axes=axes: torch.cat([leaf, leaf], axes[id(leaf)]) if id(leaf) in axes else leaf,
             (args, kwargs),
         )
+        shapes = [buffer.shape for buffer in model.buffers()]
         try:
-            with torch.no_grad():
+            with restored(model), torch.no_grad():
                 model(*detached(doubled[0]), **detached(doubled[1]))
+                if [buffer.shape for buffer in model.buffers()] != shapes:
+                    continue
         except OUT_OF_MEMORY:
             raise
         except Exception:  # whatever the model raises on two samples

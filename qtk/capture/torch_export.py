@@ -237,11 +237,14 @@ def _attempted(source: nn.Module, attempt: _Attempt, *, owns_inputs: bool) -> Ex
 
 
 def _serves(program: ExportedProgram, attempt: _Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether a program from doubled inputs serves the inputs themselves: sizes that it needs equal are equal."""
+    """Says whether a program from doubled inputs serves the inputs themselves.
+
+    Sizes that it fixes are theirs then, and sizes that it needs equal are equal.
+    """
     sizes, _ = _leaf_sizes(_tensor_inputs(program), attempt.args, attempt.kwargs)
     leaves, lengths = pytree.tree_leaves((args, kwargs)), dict[str, int]()
-    return all(lengths.setdefault(str(size), leaves[number].shape[axis]) == leaves[number].shape[axis]
-               for (number, axis), size in sizes.items() if is_free(size))
+    return all((lengths.setdefault(str(size), leaves[number].shape[axis]) if is_free(size) else size)
+               == leaves[number].shape[axis] for (number, axis), size in sizes.items())
 
 
 def _in_time(

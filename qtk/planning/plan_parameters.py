@@ -74,7 +74,11 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
             _plan_parameter(draft, port, draft.of_parameter(port).bias, None, "bias", row.kind)
     for port in flow.data_ports(node):
         if flow.is_parameter(port.value) and not draft.divides(port) and not draft.counts(node):
-            decision = draft.rules.activation if decisions.stream is None else decisions.output
+            stream = decisions.stream
+            decision = draft.rules.activation if stream is None else (
+                stream.elsewhere if row.multiplies else decisions.output)
+            if stream is not None and not decision.enabled:
+                draft.split[flow.root(port.value)] = f"float by {decision.reason}; others round it on their edges"
             _plan_constant(draft, port, decision, row.kind)
 
 
@@ -143,6 +147,9 @@ def _plan_parameter(
     row = draft.flow.row(port.user)
     if at_edge:
         draft.edges[edge] = wanted
+        draft.share_edge(port, edge)
+    elif kept_float is not None and role is None:  # a value of data's size, as learned queries of a batch
+        draft.edges[edge] = draft.site_plan(draft.activation_spec(port.value, decision), decision, why)
         draft.share_edge(port, edge)
     elif kept_float is not None:
         draft.floats[port.value] = f"of {value_site(node)}, {kept_float}; it has no value before a batch is there"

@@ -153,8 +153,10 @@ def plan(
         from qtk.planning.plan_caches import share_caches  # loaded here: few configs speak of caches
 
         sites = share_caches(drafts, sites)
-    unquantized |= _follows_nothing(sites)
     sites = {site: plan for site, plan in sites.items() if site not in unquantized}
+    while lost := _follows_nothing(sites):
+        unquantized |= lost
+        sites = {site: plan for site, plan in sites.items() if site not in lost}
     unquantized |= {Site.parameter(name): reason for name, reason in parameters_outside(model).items()}
     if not sites and rules.quantizes:
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]

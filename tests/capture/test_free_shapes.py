@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -248,3 +250,37 @@ def test_shapes_of_a_registered_class_are_those_of_its_tensors_in_a_list():
     tree = {"x": torch.ones(2), "cache": cache, "pair": (torch.ones(1), None)}
     shapes = shapes_like(tree, lambda leaf: {0: leaf.shape[-1]} if isinstance(leaf, torch.Tensor) else None)
     assert shapes == {"x": {0: 2}, "cache": [{0: 3}, {0: 4}], "pair": ({0: 1}, None)}
+
+
+class RunningMean(nn.Module):
+    """Takes a running mean away, which it keeps of one stream, under a name that each call rebinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv1d(4, 6, 3)
+        self.register_buffer("mean", torch.zeros(1, 4, 1))
+
+    def forward(self, x):
+        self.mean = self.mean + 0.1 * (x.mean(2, keepdim=True) - self.mean)
+        return self.layer(x - self.mean)
+
+
+def test_a_model_with_a_buffer_of_one_stream_is_a_graph_of_one_sample():
+    model, x = RunningMean().eval(), torch.randn(1, 4, 8)
+    args, _ = with_batch_of_two(model, (x,), {})
+    assert args[0] is x
+    assert torch.equal(model.mean, torch.zeros(1, 4, 1))
+    prepared = qtk.prepare_model(model, x)
+    assert prepared.report.rung == "export"
+    other = copy.deepcopy(model)
+    for _ in range(3):
+        x = torch.randn(1, 4, 8)
+        torch.testing.assert_close(prepared(x), other(x), rtol=0, atol=0)
+
+
+def test_the_trial_with_two_samples_leaves_buffers_as_they_were():
+    model = nn.Sequential(nn.BatchNorm1d(4)).train()
+    args, _ = with_batch_of_two(model, (torch.randn(1, 4, 8),), {})
+    assert len(args[0]) == 2
+    assert torch.equal(model[0].running_mean, torch.zeros(4))
+    assert int(model[0].num_batches_tracked) == 0

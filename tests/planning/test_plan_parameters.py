@@ -335,3 +335,34 @@ def test_what_a_batch_selects_from_a_weight_that_an_excluded_module_reads_stays_
     assert not [why for why in made.plan.unquantized.values() if "mask" in why]
     with pytest.raises(ConfigError, match=r"left\.weight stays in float: read by left, excluded"):
         tied(selected, rules=[{"match": {"path": "linear"}, "weight": {"bits": 4}}])
+
+
+class LearnedQueries(nn.Module):
+    """Learned queries that a sum takes in float, to a norm, and a linear layer as codes, in one order or the other."""
+
+    def __init__(self, *, sum_first, expanded):
+        super().__init__()
+        self.queries, self.layer, self.norm = nn.Parameter(torch.randn(5, 8)), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.sum_first, self.expanded = sum_first, expanded
+
+    def forward(self, x):
+        queries = self.queries.expand(x.shape[0], 5, 8) if self.expanded else self.queries
+        if self.sum_first:
+            return self.norm(queries + x) + self.layer(queries)
+        made = self.layer(queries)
+        return self.norm(queries + (made + x if self.expanded else x)) + made
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("sum_first", [False, True])
+def test_a_constant_of_a_float_stream_is_rounded_for_the_layer_that_multiplies_it(sum_first, expanded):
+    model = LearnedQueries(sum_first=sum_first, expanded=expanded).eval()
+    x = torch.randn(2, 5, 8)
+    sim = qtk.QuantSim(model, x, config="onnxruntime")
+    plans = {str(site): plan for site, plan in sim.plan.sites.items()}
+    assert "queries" not in plans
+    if expanded:  # else the layer is computed from parameters alone, and is one
+        assert [str(site) for site in plans["layer.bias"].factors] == ["layer:in[0]", "layer.weight"]
+        assert plans["layer:in[0]"].spec.dtype.bits == 8
+    sim.compute_encodings([x], progress=False)
+    assert float((sim.model(x) - model(x)).norm() / model(x).norm()) < 0.03

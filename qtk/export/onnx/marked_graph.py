@@ -150,8 +150,9 @@ def _marked(
     held = contents(model.graph.nodes) | {site.spec.dtype for site in sites.values()}
     found_where({INT32}, held, lambda: flatten_linears(model.graph, graph), None)
     output = graph.output_node()
-    leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
-    output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
+    given, written = (pytree.tree_leaves(each.args[0]) for each in (model.graph.output_node(), output))
+    output.args = (tuple(value for leaf, value in zip(given, written, strict=True) if isinstance(leaf, fx.Node)
+                         and isinstance(leaf.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
     write_decomposed(graph)
     found_where({Trait.WRITES}, held, lambda: _pass_buffers(graph), None)
@@ -294,7 +295,8 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
                 program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
             )
     except Exception as error:
-        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}") from error
+        raise ExportError(f"torch cannot express the model in ONNX: {_free_setting(program) or _root_cause(error)}"
+                          ) from error
     assert exported is not None
     graph: ir.Model = exported.model
     if graph.opset_imports.get("") != opset:
@@ -359,6 +361,16 @@ _LSTM_SCHEMA = _schema(
 )
 _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
+
+
+def _free_setting(program: torch.export.ExportedProgram) -> str | None:
+    """Names a convolution whose groups, stride or padding depend on a free size; ``None`` if there is none."""
+    for node in program.graph.nodes:
+        name, settings = str(node.target), pytree.tree_leaves(node.args[3:])
+        if name.startswith("aten.conv") and any(isinstance(leaf, fx.Node) for leaf in settings):
+            return (f"{name.split('.')[1]} has a number of groups, a stride or a padding that depends on a free size; "
+                    "ONNX holds these fixed: prepare the model with dynamic_shapes=None")
+    return None
 
 
 def _root_cause(error: BaseException) -> str:

@@ -75,3 +75,30 @@ def test_without_an_int32_bias_it_stays_a_matmul(config, bias, tmp_path):
     exported(Mlp(nn.GELU(), bias=bias), torch.randn(2, 5, 16), tmp_path / "out", config=config)
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node)
     assert (kinds["MatMul"], kinds["Gemm"]) == (2, 0)
+
+
+class Cascade(nn.Module):
+    """Returns what one linear layer computes, and what another one makes of it."""
+
+    def __init__(self, *, returns_both):
+        super().__init__()
+        self.first, self.second, self.returns_both = nn.Linear(16, 8), nn.Linear(8, 4), returns_both
+
+    def forward(self, x):
+        y = self.first(x)
+        return (y, self.second(y)) if self.returns_both else (y,)
+
+
+@pytest.mark.parametrize("returns_both", [False, True])
+def test_a_float_output_of_a_linear_layer_stays_an_output(returns_both, tmp_path):
+    torch.manual_seed(0)
+    config = {"version": 1, "extends": "onnxruntime", "rules": [{"match": {"path": "first"}, "output": "float"}]}
+    x = torch.randn(2, 5, 16)
+    sim = exported(Cascade(returns_both=returns_both), x, tmp_path / "out", config=config)
+    session, _ = create_session(tmp_path / "out/model.onnx")
+    got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    wanted = sim.model(x)
+    assert len(got) == len(wanted) == 1 + returns_both
+    for value, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(value, other.detach(), atol=2e-2)
+    np.testing.assert_allclose(got[0], wanted[0].detach(), atol=1e-5)
