@@ -134,15 +134,15 @@ def figures(run: Run, prepared: qtk.PreparedModel) -> Figures:
 def trained(sim: qtk.QuantSim, teacher: nn.Module, batches: list[Tensor]) -> None:
     """Trains the weights and ranges of a simulation, which changes in place."""
     sim.learn_ranges()
+    images = torch.cat(batches)
     with torch.no_grad():
-        scores = [teacher(batch) for batch in batches]
+        scores = teacher(images)
     optimizer = torch.optim.Adam(sim.model.parameters(), 1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(batches))
     generator = torch.Generator().manual_seed(0)
     for _ in range(EPOCHS):
-        order = torch.randperm(sum(map(len, batches)), generator=generator)
-        for chosen in order.split(len(batches[0])):
-            loss = qtk.distillation_loss(sim.model(torch.cat(batches)[chosen]), torch.cat(scores)[chosen])
+        for chosen in torch.randperm(len(images), generator=generator).split(len(batches[0])):
+            loss = qtk.distillation_loss(sim.model(images[chosen]), scores[chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

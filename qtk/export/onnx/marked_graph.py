@@ -295,7 +295,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
                 program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
             )
     except Exception as error:
-        raise ExportError(f"torch cannot express the model in ONNX: {_free_setting(program) or _root_cause(error)}"
+        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}{_free_setting(program)}"
                           ) from error
     assert exported is not None
     graph: ir.Model = exported.model
@@ -363,14 +363,14 @@ _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
 
 
-def _free_setting(program: torch.export.ExportedProgram) -> str | None:
-    """Names a convolution whose groups, stride or padding depend on a free size; ``None`` if there is none."""
+def _free_setting(program: torch.export.ExportedProgram) -> str:
+    """Names a convolution whose groups, stride or padding depend on a free size, if there is one."""
     for node in program.graph.nodes:
         name, settings = str(node.target), pytree.tree_leaves(node.args[3:])
         if name.startswith("aten.conv") and any(isinstance(leaf, fx.Node) for leaf in settings):
-            return (f"{name.split('.')[1]} has a number of groups, a stride or a padding that depends on a free size; "
-                    "ONNX holds these fixed: prepare the model with dynamic_shapes=None")
-    return None
+            return (f"; {name.split('.')[1]} has a number of groups, a stride or a padding that depends on a free "
+                    "size, which ONNX holds fixed: prepare the model with dynamic_shapes=None")
+    return ""
 
 
 def _root_cause(error: BaseException) -> str:

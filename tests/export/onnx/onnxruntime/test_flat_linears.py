@@ -99,6 +99,7 @@ def test_a_float_output_of_a_linear_layer_stays_an_output(returns_both, tmp_path
     got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     wanted = sim.model(x)
     assert len(got) == len(wanted) == 1 + returns_both
-    for value, other in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(value, other.detach(), atol=2e-2)
     np.testing.assert_allclose(got[0], wanted[0].detach(), atol=1e-5)
+    if returns_both:  # a value beside the edge of two codes may take the other one
+        step = float(sim.encodings()["second:out"].scale)
+        np.testing.assert_allclose(got[1], wanted[1].detach(), atol=1.01 * step)
