@@ -19,7 +19,7 @@ from qtk.config.validate import Names, validate
 from qtk.core.width import FROM_CONFIG, FromConfig
 from qtk.errors import ConfigError
 from qtk.layerwise.methods import method
-from qtk.planning.planner import RULE_NAMES
+from qtk.planning.patterns import RULE_NAMES
 from qtk.planning.rules import Rules
 from qtk.public import public
 from qtk.registry import nearest

@@ -30,8 +30,10 @@ class Match(Frozen):
         path: their module path matches one of these globs.
         feeds: their value feeds an op of one of these kinds: it is read by one, directly or through sums, averages,
             bounds, magnitudes, products with parameters, merges and data movement; one of kind topk through softmax and
-            sigmoid, too. What such a rule says of ``output`` holds for the value as these ops read it; an op with
-            weights, or a matrix product, that reads it too gets it as it would be without the rule.
+            sigmoid, too, roots and logarithms through all products and quotients. ``accumulator``: a state that is in
+            the sum which becomes its next value; it feeds itself. What such a rule says of ``output`` holds for the
+            value as these ops read it; an op with weights, or a matrix product, that reads it too gets it as it would
+            be without the rule.
         has_weight: they multiply with a parameter (``true``), or do not (``false``).
         adapter: they belong to an adapter (LoRA: ``s · B (A x)`` beside a product of x with more weights), or do not.
         lm_head: they are the head of a language model, a product with as many outputs as an embedding of the model has

@@ -227,7 +227,9 @@ _extend("add sub subtract rsub mul multiply div true_divide divide neg maximum m
 _extend("log logit", mask=Mask.MAKES)
 _extend("add sub subtract sum mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
         "avg_pool3d clamp clamp_min clamp_max clip maximum max.other abs", feeding=Feeding.RESULT)
-_extend("mul multiply", feeding=Feeding.SCALED)
+_extend("lerp cumsum rsub addcmul addcdiv", feeding=Feeding.RESULT)
+_extend("mul multiply div true_divide divide", feeding=Feeding.SCALED)
+_extend("sqrt rsqrt log log10 log1p log2 logit asinh", feeding=Feeding.RELATIVE)
 _extend("sigmoid", feeding=Feeding.ORDER)
 _extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)
 _extend("add sub subtract rsub mul multiply div true_divide divide neg", precision=Precision.ABSOLUTE)
@@ -256,7 +258,10 @@ CHANNEL_SCALE = ROWS["qtk::channel_scale"]
 PYTHON = "python"
 """The name by which rules match what the Python between captured graphs makes, and what it reads."""
 
+ACCUMULATOR = "accumulator"
+"""The name by which rules match a state that is in the sum which becomes its next value, and what is summed with it."""
+
 OP_NAMES = frozenset(
     name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
-) | {"input", "output"}
-"""Every op name a config rule may use; ``output`` is fed alone, and no op that a rule matches."""
+) | {"input", "output", ACCUMULATOR, PYTHON}
+"""Every name of an op that a config rule may use, but of formulas; ``output`` is fed, and no op that a rule matches."""

@@ -27,7 +27,7 @@ from qtk.graph.value_kinds import ValueKind, value_kinds
 from qtk.operators.contents import Trait, contents
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Precision, Role
-from qtk.operators.op_table import PYTHON, RECURRENT
+from qtk.operators.op_table import ACCUMULATOR, PYTHON, RECURRENT
 from qtk.planning.adapters import SUMS, adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import OUTPUT, Feeds
@@ -35,6 +35,7 @@ from qtk.planning.image_gates import GATED, is_image_gate
 from qtk.planning.patterns import PatternMatch, match_patterns
 from qtk.planning.recurrent_profiles import DEFAULT, Profile, profiled
 from qtk.planning.rules import Fact, Matchable, OpDecisions, Rules, to_spec
+from qtk.planning.state_pairs import next_values
 from qtk.planning.supergroups import match_supergroups
 
 TensorRole: TypeAlias = Literal["weight", "bias", "input", "output"]
@@ -127,8 +128,10 @@ class Draft:
             self.heads = language_heads(graph, self.flow, vocabularies)
         ends = {*OUTPUT, *(match.kind for match in self.formulas.values()), *self.contents}
         ends |= {PYTHON} if is_island else set()
-        self.feeds = found_where(rules.fed, ends, lambda: Feeds(graph, self.flow, self.formulas, is_island=is_island),
-                                 None)
+        states = next_values(graph.owning_module) if ACCUMULATOR in rules.fed and graph.owning_module else {}
+        ends |= {ACCUMULATOR} if states else set()
+        self.feeds = found_where(
+            rules.fed, ends, lambda: Feeds(graph, self.flow, self.formulas, states, is_island=is_island), None)
         is_excluded = float_outputs is not None or any(exclusion(node) for node in graph.nodes)
         facts = {Fact.STREAMS: self.feeds is not None, Fact.EXCLUSIONS: is_excluded, Fact.NESTED: io is None}
         self.contents |= {fact for fact, holds in facts.items() if holds}
@@ -176,6 +179,7 @@ class Draft:
             feeds = frozenset[str]() if self.feeds is None else self.feeds.names(op)
             self._matchables[op] = Matchable(op, self.flow, feeds, kind,
                                              in_adapter=op in self._adapters, is_lm_head=op in self.heads,
+                                             is_accumulator=self.feeds is not None and op in self.feeds.accumulators,
                                              in_island=self._is_island)
         return self._matchables[op]
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from qtk.graph.sites import EXCLUDED, label
+from qtk.operators.op_table import OP_NAMES
 from qtk.planning.normal_form import HALVES, INTERLEAVED, NormalForm
 from qtk.planning.pattern_matcher import NUMBERS, PARAMETERS, TABLES, PatternMatcher, inner_ops
 from qtk.torch_private import TorchDispatchMode, pytree
@@ -271,6 +272,9 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("gate", frozenset({ATEN.mul, ATEN.hardsigmoid.default}), _gate(F.hardsigmoid)),
     Pattern("gate", frozenset({ATEN.mul, ATEN.add, ATEN.clamp}), (*_gate(HARD_SIGMOIDS[0]), *_gate(HARD_SIGMOIDS[1]))),
 )
+
+RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
+"""Every name of an op that a config rule may use, formulas among them."""
 
 
 def match_patterns(graph: fx.Graph) -> list[PatternMatch]:

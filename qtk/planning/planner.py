@@ -65,9 +65,7 @@ from qtk.graph.sites import OWNER, edge_site, label, ports, value_site
 from qtk.operators.contents import Trait
 from qtk.operators.lookup import PAD_WITH_VALUE, op_name
 from qtk.operators.op_row import Role
-from qtk.operators.op_table import OP_NAMES, PYTHON
 from qtk.planning.draft import Draft
-from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
 from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
@@ -77,9 +75,6 @@ from qtk.planning.rule_effects import check_rules
 from qtk.planning.rules import Fact, Rules
 from qtk.planning.share_merges import share_merges
 from qtk.planning.shared_ports import share_ports
-
-RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
-"""Every op name a config rule may use."""
 
 SHOWN = 5
 """Reasons that an error lists."""

@@ -22,7 +22,7 @@ from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, join, label, value_site
 from qtk.graph.written_buffers import is_input
-from qtk.operators.op_table import PYTHON
+from qtk.operators.op_table import ACCUMULATOR, PYTHON
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
 
@@ -57,6 +57,7 @@ class Matchable:
         is_lm_head: whether it is the head of a language model.
         part: name of one of its parts, which rules may match by a path of its own; ``""``: all of it.
         parameter: name of one of the parameters of this part, which rules may match as a path too.
+        is_accumulator: whether it is a state that is in the sum which becomes its next value.
         in_island: whether the model's own Python calls the graph, and makes its inputs.
     """
 
@@ -68,13 +69,14 @@ class Matchable:
     is_lm_head: bool = False
     part: str = ""
     parameter: str = ""
+    is_accumulator: bool = False
     in_island: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names by which rules match the op, with the name of the composite around it."""
         row = None if is_input(self.node) else self.flow.row(self.node)
-        inputs = ("input", PYTHON) if self.in_island else ("input",)
+        inputs = ("input", *((PYTHON,) if self.in_island else ()), *((ACCUMULATOR,) if self.is_accumulator else ()))
         own = inputs if is_input(self.node) else () if row is None else row.names
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 

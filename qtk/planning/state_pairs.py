@@ -41,6 +41,15 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
     return replace(plan, sites=sites)
 
 
+def next_values(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """The nodes that read states, of buffers too → the values that these have for the next call, in one graph."""
+    inputs = {str(node.target): node for node in input_nodes(graph).values()}
+    outputs = list(output_nodes(graph).values())
+    returned = {inputs[name]: outputs[index] for name, index in returned_states(graph).items() if name in inputs}
+    buffers = written_buffers(graph.graph).values()
+    return returned | {buffer.read: buffer.value for buffer in buffers if buffer.read is not None}
+
+
 def _states(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, str]]:
     """The site of each state, a graph that gives it its next value, the node of that, and the reason to share."""
     if states_of(model):

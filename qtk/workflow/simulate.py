@@ -25,7 +25,8 @@ from qtk.graph.graphs import STATES, contents_of, states_of
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.operators.contents import Trait
-from qtk.planning.planner import RULE_NAMES, plan
+from qtk.planning.patterns import RULE_NAMES
+from qtk.planning.planner import plan
 from qtk.planning.state_pairs import pair_states
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.keep_batch_norms import BATCH_NORM, as_folded, settle_batch_norms

@@ -7,7 +7,7 @@ from qtk.config.load import load_config
 from qtk.config.runtime import KernelRow, Kernels, Rates
 from qtk.config.schema import check_op_names
 from qtk.errors import ConfigError
-from qtk.planning.planner import RULE_NAMES
+from qtk.planning.patterns import RULE_NAMES
 
 RULE = {"name": "signed", "says": "s", "source": "doc", "fix": "f",
         "check": "tensors", "of": "weights", "dtype": "int8"}

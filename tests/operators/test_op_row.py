@@ -158,7 +158,7 @@ def test_its_row_says_whether_a_value_feeds_what_it_feeds(monkeypatch):
 
     for feeding, names in ((None, {"bessel"}), (Feeding.RESULT, {"bessel", "layer_norm"})):
         graph = graph_of(norms, torch.randn(4, 8), monkeypatch, feeding=feeding)
-        fed = Feeds(graph.graph, Flow(graph.graph), {})
+        fed = Feeds(graph.graph, Flow(graph.graph), {}, {})
         linear = next(node for node in graph.graph.nodes if str(node.target) == "aten.linear.default")
         assert fed.names(linear) == names
 

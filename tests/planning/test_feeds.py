@@ -5,6 +5,7 @@ from torch import nn
 
 import qtk
 from qtk.graph.flow import Flow
+from qtk.numerics.error import sqnr_db
 from qtk.planning.feeds import Feeds
 from qtk.planning.patterns import match_patterns
 from qtk.workflow.prepare import prepare_model
@@ -20,7 +21,7 @@ def fed(model, *inputs):
     """Node name → what it feeds."""
     graph = prepare_model(model.eval(), inputs).graph
     formulas = {node: match for match in match_patterns(graph) for node in match.nodes}
-    feeds = Feeds(graph, Flow(graph), formulas)
+    feeds = Feeds(graph, Flow(graph), formulas, {})
     return {node.name: feeds.names(node) for node in graph.nodes}
 
 
@@ -204,6 +205,121 @@ def test_what_a_root_or_logarithm_reads_is_kept_out_of_8_bits(config):
     eights = {str(site) for site, decided in sim.plan.items() if decided.spec.dtype.bits == 8}
     assert not [name for name in eights if name.startswith(("mul", "add", "clamp", "sum"))]
     assert {"basis.weight", "layer.weight"} <= eights
+
+
+def gain(net, x):
+    """A share that depends on the input."""
+    return 1 / (1 + x.abs().mean(-1, keepdim=True))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("code", "feeds"),
+    [
+        (lambda net, x: (net.layer(x).sum(1) / 4).sqrt(), True),
+        (lambda net, x: torch.rsqrt(net.scale + gain(net, x) * (net.layer(x) - net.scale)), True),  # a running variance
+        (lambda net, x: ((net.layer(x) * x.sign()).sum(1) / x.sign().sum(1)).log(), True),  # masked
+        (lambda net, x: (x.square().sum(1) / net.layer(x).sum(1)).log(), True),
+        (lambda net, x: torch.lerp(net.scale, net.layer(x), 0.1).sqrt(), True),
+        (lambda net, x: torch.addcmul(net.scale, net.layer(x), x, value=0.1).sqrt(), True),
+        (lambda net, x: net.layer(x).cumsum(1).log1p(), True),
+        (lambda net, x: net.layer(x).tanh().sqrt(), False),
+        (lambda net, x: net.norm(x / net.layer(x)), False),
+        (lambda net, x: net.norm(2 / net.layer(x)), False),
+        (lambda net, x: net.norm(x * net.layer(x).sqrt()), True),
+    ],
+)
+def test_values_feed_roots_and_logarithms_through_products_and_quotients_which_have_their_relative_errors(code, feeds):
+    assert (not {"root", "logarithm"}.isdisjoint(fed(Net(code), torch.rand(2, 4, 8))["linear"])) is feeds
+
+
+class RunningEnergy(nn.Module):
+    """The logarithm of the mean energy so far of the samples that a mask keeps, and a layer on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        return self.layer(torch.log((x.square() * mask).cumsum(1) / mask.cumsum(1) + 1e-3))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+def test_a_masked_energy_loses_about_what_rounding_of_its_input_does(config):
+    torch.manual_seed(0)
+
+    def batch():
+        levels = torch.logspace(-0.5, 0.5, 8) * torch.logspace(-0.3, 0.3, 16)[:, None, None]
+        return torch.randn(16, 20, 8) * levels, (torch.arange(20)[:, None] < torch.randint(5, 20, (16, 1, 1))).float()
+
+    model, (x, mask) = RunningEnergy().eval(), batch()
+    sim = qtk.QuantSim(model, (x, mask), config=config)
+    sim.compute_encodings([batch() for _ in range(3)], progress=False)
+    step = float(x.max() - x.min()) / 255
+    expected = model(x, mask)
+    of_input = model((x / step).round() * step, mask)
+    assert sqnr_db(expected, sim.model(x, mask)) > sqnr_db(expected, of_input) - 3
+
+
+class Held(nn.Module):
+    """Layers around a state in a buffer, which becomes ``code(state, x)``."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.code, self.layer, self.last = code, nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("state", torch.zeros(1, 8))
+
+    def forward(self, x):
+        self.state = self.code(self.state, self.layer(x))
+        return self.last(self.state)
+
+
+class Given(Held):
+    """As ``Held``, with the state as an input and an output."""
+
+    def forward(self, x, state):
+        state = self.code(state, self.layer(x))
+        return self.last(state), state
+
+
+@pytest.mark.sample(4)
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("code", "accumulates"),
+    [
+        (lambda state, x: 0.9 * state + 0.1 * x, True),
+        (lambda state, x: state + 0.1 * (x - state), True),
+        (lambda state, x: torch.lerp(state, x, 0.1), True),
+        (lambda state, x: torch.maximum(state * 0.9, x), True),
+        (lambda state, x: torch.cat([state[:, 1:], state[:, -1:] + x[:, :1]], 1), True),
+        (lambda state, x: torch.cat([state[:, 4:], x[:, 4:]], 1), False),  # what was last seen
+        (lambda state, x: x.sigmoid() * state + x, False),  # a gate
+        (lambda state, x: (state + x).tanh(), False),
+    ],
+)
+def test_a_state_that_is_in_the_sum_of_its_next_value_has_16_bits(code, accumulates):
+    x, state = torch.randn(1, 8), torch.randn(1, 8)
+    held = qtk.QuantSim(Held(code).eval(), x)
+    given = qtk.QuantSim(Given(code).eval(), (x, state), states={"state": 1})
+    for sim in (held, given):
+        bits = {str(site): decided.spec.dtype.bits for site, decided in sim.plan.items()}
+        assert bits["state:input"] == (16 if accumulates else 8)
+        assert bits["layer:out"] == 8
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+def test_a_leaky_sum_over_many_calls_keeps_its_accuracy(config):
+    torch.manual_seed(0)
+    calls = [torch.randn(1, 8) + sign for sign in (1, -1) for _ in range(100)]
+    model = Held(lambda state, x: 0.99 * state + x).eval()
+    sim = qtk.QuantSim(model, calls[0], config=config)
+    sim.compute_encodings(qtk.Sequences(calls, reset=200), progress=False)
+    with torch.no_grad():
+        expected, found = (torch.cat([each(x) for x in calls]) for each in (model, sim.model))
+    assert sqnr_db(expected, found) > 34
 
 
 class Glued(nn.Module):
