@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -68,3 +69,32 @@ def is_close(difference: Difference, tolerance_db: float = HIGH_SQNR_DB) -> bool
     beyond = difference.beyond_one_step
     is_high = difference.sqnr_db >= min(HIGH_SQNR_DB, tolerance_db)
     return is_high or (beyond is not None and beyond <= 1 - WITHIN_ONE_STEP)
+
+
+MOST_STRAY, STRAY_STEPS = 2, 4.0
+"""Values on the edge of two codes, and how far they may take a value: where so few would be too large a share."""
+
+
+def are_too_few(difference: Difference, share: float | None) -> bool:
+    """Says whether one or two values alone, a few steps off, are the ``share`` that is too large."""
+    steps = difference.max_steps
+    return share is not None and steps is not None and (
+        share * difference.elements <= MOST_STRAY and steps <= STRAY_STEPS)
+
+
+def far_outputs(outputs: Sequence[Difference], tolerances_db: Sequence[float] = ()) -> list[Difference]:
+    """The outputs that are not close to the simulation's, each by its own SQNR.
+
+    Args:
+        outputs: the differences of each output.
+        tolerances_db: the SQNR that each output of a right file may have; none: a high one.
+
+    >>> right = Difference("y", elements=20, differing=0.0, beyond_one_step=0.0, max_difference=0, max_steps=0,
+    ...                    sqnr_db=math.inf)
+    >>> wrong = Difference("z", elements=20, differing=1.0, beyond_one_step=None, max_difference=1, max_steps=None,
+    ...                    sqnr_db=10.0)
+    >>> [each.name for each in far_outputs([right, wrong])], far_outputs([right, wrong], [35.0, 9.0])
+    (['z'], [])
+    """
+    least = tolerances_db or [HIGH_SQNR_DB] * len(outputs)
+    return [each for each, least_db in zip(outputs, least, strict=True) if not is_close(each, least_db)]

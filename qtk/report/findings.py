@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtk.report.difference import HIGH_SQNR_DB, WITHIN_ONE_STEP, Difference, is_close
+from qtk.report.difference import HIGH_SQNR_DB, WITHIN_ONE_STEP, Difference, are_too_few, far_outputs, is_close
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, FileRun, Finding, Level
 
 EXACT_SQNR_DB, MOST_ON_EDGES = 60.0, 0.1
@@ -22,9 +22,6 @@ int32 in the scale of 4-bit products 1.7 % (README's ViT in W4A4)."""
 AMPLIFIED_DB = 6.0
 """Two runs of a model that amplifies rounding, each op of which is right, may be so far from one another: twice."""
 
-MOST_STRAY, STRAY_STEPS = 2, 4.0
-"""Values on the edge of two codes, and how far they may take a value: where so few would be too large a share."""
-
 WORSE_DB = 1.0
 """A run that loses more than this against another one is worse."""
 
@@ -39,7 +36,8 @@ class Circumstances:
         has_minifloats: whether the file holds float8 values.
         is_half: whether the model computes in float16.
         random_inputs: whether the inputs were random values, on which a model is more sensitive than on data.
-        tolerance_db: the SQNR that a right file may have on the data (``qtk.runtimes.tolerance``).
+        tolerances_db: the SQNR that each output of a right file may have on the data (``qtk.runtimes.tolerance``);
+            none: a high one.
         reference: what computed the values that the runs are compared with.
     """
 
@@ -49,7 +47,7 @@ class Circumstances:
     has_minifloats: bool = False
     is_half: bool = False
     random_inputs: bool = False
-    tolerance_db: float = HIGH_SQNR_DB
+    tolerances_db: Sequence[float] = ()
     reference: str = "the simulation"
 
 
@@ -67,13 +65,18 @@ def saturation_remedy(*, opens: bool) -> str:
             "time nor stacks of matrices")
 
 
-def agrees(run: FileRun, tolerance_db: float = HIGH_SQNR_DB) -> bool:
-    """Says whether a run computes what was simulated, all outputs together, as ``is_close`` says.
+def agrees(run: FileRun, tolerances_db: Sequence[float] = ()) -> bool:
+    """Says whether a run computes each output as it was simulated, see ``far_outputs``.
+
+    One or two values of a small output may be on the edge of two codes, where all outputs together are close.
 
     >>> agrees(FileRun(OFF, "a runtime that refuses the file"))
     False
     """
-    return run.total is not None and is_close(run.total, tolerance_db)
+    if run.total is None:
+        return False
+    far = far_outputs(run.outputs or [run.total], tolerances_db)
+    return not far or (is_close(run.total) and all(are_too_few(each, each.beyond_one_step) for each in far))
 
 
 def judge(runs: Sequence[FileRun], circumstances: Circumstances) -> tuple[Finding, ...]:
@@ -105,17 +108,17 @@ def judge_alone(runs: Sequence[FileRun], circumstances: Circumstances) -> tuple[
         if run.total is None:
             findings.append(Finding(level, f"{run.runtime} refuses the file: {run.refusal}",
                                     "leave what it names in float, or verify the file in another runtime"))
-        elif agrees(run, circumstances.tolerance_db):
+        elif agrees(run, circumstances.tolerances_db):
             if not agrees(run):
                 findings.append(_amplified(run, circumstances, explained=True, is_right=False))
-        elif _are_too_few(run.total, run.total.beyond_one_step):
-            findings.append(_too_few(run.total))
+        elif few := _too_few(run):
+            findings.append(few)
         else:
             level = Level.YELLOW if circumstances.random_inputs else level
             where = next(filter(None, map(_first, (run, *runs))), "")  # some ways return no tensors but the outputs
             findings.append(Finding(
                 level, f"{run.runtime} computes something else than {circumstances.reference}: "
-                f"{run.total.sqnr_db:.1f} dB{where}",
+                f"{_how_far(run, 'it')}{where}",
                 "verify the file on data" if circumstances.random_inputs else
                 "use the target of the runtime, or judge the file by its accuracy"))
     findings += [finding for run in runs for finding in _slower(run)]
@@ -135,7 +138,7 @@ def departs(op: Difference) -> bool:
     if op.other_codes is None or op.sqnr_db >= EXACT_SQNR_DB:
         return op.sqnr_db < HIGH_SQNR_DB
     limits = ((op.beyond_one_step, 1 - WITHIN_ONE_STEP), (op.other_codes, MOST_ON_EDGES))
-    return any(share is not None and share > most and not _are_too_few(op, share) for share, most in limits)
+    return any(share is not None and share > most and not are_too_few(op, share) for share, most in limits)
 
 
 def is_changed(op: Difference) -> bool:
@@ -148,21 +151,21 @@ def is_changed(op: Difference) -> bool:
     """
     if op.other_codes is None or op.sqnr_db >= EXACT_SQNR_DB:
         return not is_close(op)
-    return op.other_codes > MOST_CHANGED and not _are_too_few(op, op.other_codes)
+    return op.other_codes > MOST_CHANGED and not are_too_few(op, op.other_codes)
 
 
 def _unoptimized(off: FileRun, circumstances: Circumstances) -> list[Finding]:
     if agrees(off):
         return []
-    explained = agrees(off, circumstances.tolerance_db)
+    explained = agrees(off, circumstances.tolerances_db)
     wrong = [op for op in off.ops or () if departs(op)]
     is_right = bool(off.ops) and not wrong
     if wrong and not (explained and off.unseen_sites):  # loops amplify inside
         return [_not_simulated(_departure(wrong, circumstances))]
     if explained or is_right:
         return [_amplified(off, circumstances, explained=explained, is_right=is_right)]
-    if off.total is not None and _are_too_few(off.total, off.total.beyond_one_step):
-        return [_too_few(off.total)]
+    if few := _too_few(off):
+        return [few]
     return [_not_simulated(_first(off))]
 
 
@@ -174,7 +177,6 @@ def _not_simulated(where: str) -> Finding:
 
 
 def _amplified(run: FileRun, circumstances: Circumstances, *, explained: bool, is_right: bool) -> Finding:
-    assert run.total is not None
     reasons = []
     if is_right:
         reasons.append(f"given the values of {circumstances.reference}, each of its {len(run.ops or ())} ops computes "
@@ -182,8 +184,8 @@ def _amplified(run: FileRun, circumstances: Circumstances, *, explained: bool, i
     if explained:
         reasons.append(f"float rounding in another order takes {circumstances.reference} as far from itself")
     return Finding(
-        Level.YELLOW, f"{run.way}: the outputs are {run.total.sqnr_db:.1f} dB from {circumstances.reference} because "
-        f"the model amplifies values on the edge of two codes, not because of the file: {', and '.join(reasons)}",
+        Level.YELLOW, f"{run.way}: {_how_far(run, circumstances.reference)} because the model amplifies values on the "
+        f"edge of two codes, not because of the file: {', and '.join(reasons)}",
         "judge the file by its accuracy; 16 bits for the sites that sim.compare lists first amplify less",
     )
 
@@ -199,11 +201,11 @@ def _optimized(runs: dict[str, FileRun], circumstances: Circumstances) -> list[F
     wrong = [op for op in on.ops or () if is_changed(op)]
     is_right = bool(on.ops) and not wrong
     where = _departure(wrong, circumstances) if wrong else _first(on)
-    is_off = not agrees(on, circumstances.tolerance_db) and _is_worse(on, off)
+    is_off = not agrees(on, circumstances.tolerances_db) and _is_worse(on, off)
     if is_off and is_right and not agrees(off) and not _is_worse(on, off, AMPLIFIED_DB):
         return []  # amplified as without the optimizations, where it is said
-    if is_off and not wrong and _are_too_few(on.total, on.total.beyond_one_step):
-        return [_too_few(on.total)]
+    if is_off and not wrong and (few := _too_few(on)):
+        return [few]
     if circumstances.saturates and (_is_worse(on, exact) or (is_off and circumstances.saturating_weights)):
         return [Finding(level, f"u8 × s8 saturates on this CPU, which has no VNNI{where}", remedy)]
     if is_off:
@@ -234,16 +236,20 @@ def _openvino(run: FileRun, circumstances: Circumstances) -> list[Finding]:
                     "use config='openvino', whose activations are symmetric int8")]
 
 
-def _are_too_few(difference: Difference, share: float | None) -> bool:
-    """Says whether one or two values alone, a few steps off, are the ``share`` that is too large."""
-    steps = difference.max_steps
-    return share is not None and steps is not None and (
-        share * difference.elements <= MOST_STRAY and steps <= STRAY_STEPS)
-
-
-def _too_few(total: Difference) -> Finding:
-    return Finding(Level.YELLOW, f"{total.elements} output values are too few to judge the file by",
+def _too_few(run: FileRun) -> Finding | None:
+    """Returns what to say where one or two values alone make outputs differ; ``None`` where more do, or none."""
+    far = [] if run.total is None else far_outputs(run.outputs or [run.total])
+    if not far or not all(are_too_few(each, each.beyond_one_step) for each in far):
+        return None
+    which = f" of {far[0].name}" if run.outputs[1:] else ""
+    return Finding(Level.YELLOW, f"{far[0].elements} output values{which} are too few to judge the file by",
                    "verify it on more data")
+
+
+def _how_far(run: FileRun, reference: str) -> str:
+    """Says how far the outputs of a run are from a reference; of several outputs, how far the farthest is."""
+    which = f"output {run.least.name} is" if run.outputs[1:] else "the outputs are"
+    return f"{which} {run.least.sqnr_db:.1f} dB from {reference}"
 
 
 def _slower(run: FileRun) -> list[Finding]:
@@ -258,12 +264,12 @@ def _slower(run: FileRun) -> list[Finding]:
 
 
 def _is_worse(run: FileRun, than: FileRun, by_db: float = WORSE_DB) -> bool:
-    """Says whether a run has more values beyond one step than another, or lost its high SQNR, by 1 dB at least."""
+    """Says whether an output has more values beyond one step than in another run, and an SQNR less by ``by_db``."""
     if run.total is None or than.total is None:
         return False
-    beyond = run.total.beyond_one_step
-    close = beyond is not None and beyond <= 1 - WITHIN_ONE_STEP
-    return not close and than.sqnr_db - run.sqnr_db > by_db
+    pairs = zip(run.outputs or [run.total], than.outputs or [than.total], strict=True)
+    return any(other.sqnr_db - own.sqnr_db > by_db for own, other in pairs
+               if own.beyond_one_step is None or own.beyond_one_step > 1 - WITHIN_ONE_STEP)
 
 
 def _departure(wrong: Sequence[Difference], circumstances: Circumstances) -> str:

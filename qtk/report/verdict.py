@@ -100,6 +100,13 @@ class FileRun:
         return math.nan if self.total is None else self.total.sqnr_db
 
     @property
+    def least(self) -> Difference:
+        """The output with the least SQNR. Raises: ValueError if the runtime refuses the file."""
+        if self.total is None:
+            raise ValueError(f"{self.runtime} refuses the file: {self.refusal}")
+        return min(self.outputs or [self.total], key=lambda output: output.sqnr_db)
+
+    @property
     def first_departure(self) -> Difference | None:
         """The first site, in graph order, with a value that is not the simulation's."""
         return next((site for site in self.sites if site.differing), None)
@@ -243,7 +250,8 @@ def _accuracy(run: FileRun) -> str:
     parts = [] if run.top1 is None else [f"{_share(run.top1)} of top-1 equal"]
     if run.total.beyond_one_step is not None:
         parts.append(f"{_share(run.total.beyond_one_step)} of the outputs off by more than one step")
-    return ", ".join([*parts, f"SQNR {_decibels(run.total.sqnr_db)} dB"])
+    of = f" of {run.least.name}, the least of {len(run.outputs)} outputs" if run.outputs[1:] else ""
+    return ", ".join([*parts, f"SQNR {_decibels(run.least.sqnr_db)} dB{of}"])
 
 
 def _cells(run: FileRun) -> tuple[str, ...]:

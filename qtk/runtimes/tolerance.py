@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,10 +22,10 @@ MARGIN_DB = 6.0
 """A runtime may round more often than the noise is added, and its integer kernels round once more: twice the size."""
 
 
-def tolerance_db(
+def tolerances_db(
     model: fx.GraphModule, call: Call, expected: Sequence[Tensor], counted: Sequence[Tensor | None] = ()
-) -> float:
-    """The SQNR that a right file of a simulation may have on a call.
+) -> tuple[float, ...]:
+    """The SQNR that each output of a right file of a simulation may have on a call.
 
     The less of two: of the simulation against itself, with noise of float rounding in front of each quantizer of an
     activation, less ``MARGIN_DB``: values on the edge between two codes change theirs, and a deep model amplifies that
@@ -43,18 +44,17 @@ def tolerance_db(
     with _noisy([each for each in quantizers if not each.static]):
         noisy = tensor_outputs(model, call)
     which = counted or [None] * len(expected)
-    return min(_sqnr_db(expected, noisy, which) - MARGIN_DB, _sqnr_db(in_float, expected, which) + MARGIN_DB)
+    return tuple(min(_sqnr_db(*of_noise) - MARGIN_DB, _sqnr_db(*of_float) + MARGIN_DB) for of_noise, of_float in zip(
+        zip(expected, noisy, which, strict=True), zip(in_float, expected, which, strict=True), strict=True))
 
 
-def _sqnr_db(references: Sequence[Tensor], values: Sequence[Tensor], counted: Sequence[Tensor | None]) -> float:
-    signal = noise = 0.0
-    for reference, value, which in zip(references, values, counted, strict=True):
-        if reference.shape == value.shape:  # what data decide may have other lengths
-            if which is not None:
-                reference, value = reference[which], value[which]
-            signal += float(reference.double().nan_to_num().square().sum())
-            noise += float((reference.double() - value.double()).nan_to_num().square().sum())
-    return decibels(signal, noise)
+def _sqnr_db(reference: Tensor, value: Tensor, counted: Tensor | None) -> float:
+    if reference.shape != value.shape:  # what data decide may have other lengths
+        return math.inf
+    if counted is not None:
+        reference, value = reference[counted], value[counted]
+    noise = (reference.double() - value.double()).nan_to_num().square().sum()
+    return decibels(float(reference.double().nan_to_num().square().sum()), float(noise))
 
 
 @contextmanager

@@ -16,14 +16,14 @@ from qtk.export.file_signature import file_inputs, file_signature, tensor_output
 from qtk.export.simulated_sites import step_of
 from qtk.graph.graphs import STATES
 from qtk.graph.insert import quantizer_called
-from qtk.report.difference import HIGH_SQNR_DB, Difference, is_close
+from qtk.report.difference import Difference, far_outputs
 from qtk.report.findings import AMPLIFIED_DB, departs, is_changed
 from qtk.runtimes.difference_sums import DifferenceSums
 from qtk.runtimes.op_runs import op_differences
 from qtk.runtimes.session import Optimizations, create_session, other_float_remedy, session_with
 from qtk.runtimes.site_outputs import site_outputs
 from qtk.runtimes.state_values import StateCodes
-from qtk.runtimes.tolerance import tolerance_db
+from qtk.runtimes.tolerance import tolerances_db
 
 VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs"
 
@@ -31,7 +31,7 @@ VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs
 def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
     """Returns what ONNX Runtime computes otherwise than the simulation, with its optimizations off and on, a line each.
 
-    What float rounding explains, or is little beside the quantization error, does not count (``tolerance_db``). Nor
+    What float rounding explains, or is little beside the quantization error, does not count (``tolerances_db``). Nor
     does what a model amplifies though each op computes what was simulated: with the optimizations on, where it is
     amplified without them too.
 
@@ -41,7 +41,7 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         call: a call of it, with all tensors of the inputs.
     """
     inputs = {name: value.detach().cpu() for name, value in file_inputs(graph, call).items()}
-    expected, least_db = tensor_outputs(graph, call), HIGH_SQNR_DB
+    expected, least_db = tensor_outputs(graph, call), tuple[float, ...]()
     codes = StateCodes(file) if STATES in graph.meta else None
     lines: list[str] = []
     amplified: list[Difference] = []
@@ -60,10 +60,9 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
             lines.append(f"{switched}, does not run it: {first_line(error)}{'' if remedy is None else f'; {remedy}'}")
             break
         differences = list(_differences(graph, session, expected, results))
-        off = [each for each in differences if not is_close(each)]
-        if off and least_db == HIGH_SQNR_DB:
-            least_db = tolerance_db(graph, call, expected)
-        far = [each for each in off if not is_close(each, least_db)]
+        if far_outputs(differences) and not least_db:
+            least_db = tolerances_db(graph, call, expected)
+        far = far_outputs(differences, least_db)
         may_amplify = not optimized or _are_near(differences, amplified)
         if far and not (may_amplify and _ops_are_right(file, graph, call, inputs, optimizations)):
             lines.append(f"{switched}: " + "; ".join(_text(each) for each in far) + f"; {VERIFY}")

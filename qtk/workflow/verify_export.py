@@ -28,12 +28,11 @@ from qtk.graph.simulation import Simulation
 from qtk.graph.written_buffers import buffer_values
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.difference import HIGH_SQNR_DB
 from qtk.report.findings import Circumstances, agrees
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate
-from qtk.runtimes.tolerance import tolerance_db
+from qtk.runtimes.tolerance import tolerances_db
 from qtk.transforms.keep_batch_norms import folded
 
 SIMULATION = "the simulation"
@@ -276,16 +275,16 @@ class _Witness:
             self._run_ops()
         runs = self.files.runs()
         circumstances = _circumstances(self.graph, self.path, self.kind)
-        found = self.kind.judge(runs, replace(circumstances, tolerance_db=self._tolerance()))
+        found = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
         return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes,
                        timing=self.files.timing)
 
-    def _tolerance(self) -> float:
-        """The SQNR that a right file may have; computed where a run does not have a high one."""
+    def _tolerances(self) -> tuple[float, ...]:
+        """The SQNR that each output of a right file may have; computed where a run does not have a high one."""
         if self.first_call is None or self._agrees():
-            return HIGH_SQNR_DB
+            return ()
         expected = tensor_outputs(self.graph, self.first_call)
-        return tolerance_db(self.graph, self.first_call, expected, self.first_counted)
+        return tolerances_db(self.graph, self.first_call, expected, self.first_counted)
 
     def _agrees(self) -> bool:
         return all(agrees(run) for run in self.files.runs() if run.total is not None)

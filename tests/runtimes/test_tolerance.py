@@ -7,7 +7,7 @@ from torch import nn
 import qtk
 from qtk.calls.calls import Call
 from qtk.export.file_signature import tensor_outputs
-from qtk.runtimes.tolerance import MARGIN_DB, tolerance_db
+from qtk.runtimes.tolerance import MARGIN_DB, tolerances_db
 
 
 class Amplifier(nn.Module):
@@ -34,7 +34,7 @@ def of(model, x, **settings):
 def test_the_quantization_error_bounds_it():
     x = torch.randn(256, 16)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
-    found = {bits: tolerance_db(*of(model, x, weight_bits=bits, activation_bits=bits)) for bits in (4, 8)}
+    found = {bits: tolerances_db(*of(model, x, weight_bits=bits, activation_bits=bits))[0] for bits in (4, 8)}
     _, _, expected = of(model, x, weight_bits=4, activation_bits=4)
     with torch.no_grad():
         noise = (model(x) - expected[0]).square().sum()
@@ -45,7 +45,7 @@ def test_the_quantization_error_bounds_it():
 @pytest.mark.medium
 def test_noise_that_a_model_amplifies_lowers_it():
     x = torch.randn(64, 4)
-    calm, wild = (tolerance_db(*of(Amplifier(factor), x, weight_bits=8, activation_bits=16))
+    calm, wild = (tolerances_db(*of(Amplifier(factor), x, weight_bits=8, activation_bits=16))[0]
                   for factor in (1.0, 1e5))
     assert wild < 30 < calm
 
