@@ -71,6 +71,7 @@ class Feeding(enum.Enum):
     RESULT = "the result belongs to what the op adds up, averages, bounds or makes positive"
     SCALED = "the result belongs to the value that the op multiplies by a parameter or a number, or divides by one; "\
              "the relative error of either of two values is the result's, which feeds the ops that need that"
+    ADDED = "the result belongs to the first value, to which the op adds a product of the others, as ``SCALED``"
     ORDER = "the result is in the order of what the op reads, and feeds the ops that look for the largest values"
     LARGEST = "the op looks for the largest values; what reads its result is not fed"
     RELATIVE = "the op needs a small relative error of what it reads; what reads its result is not fed"

@@ -227,7 +227,8 @@ _extend("add sub subtract rsub mul multiply div true_divide divide neg maximum m
 _extend("log logit", mask=Mask.MAKES)
 _extend("add sub subtract sum mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
         "avg_pool3d clamp clamp_min clamp_max clip maximum max.other abs", feeding=Feeding.RESULT)
-_extend("lerp cumsum rsub addcmul addcdiv", feeding=Feeding.RESULT)
+_extend("lerp cumsum rsub", feeding=Feeding.RESULT)
+_extend("addcmul", feeding=Feeding.ADDED)
 _extend("mul multiply div true_divide divide", feeding=Feeding.SCALED)
 _extend("sqrt rsqrt log log10 log1p log2 logit asinh", feeding=Feeding.RELATIVE)
 _extend("sigmoid", feeding=Feeding.ORDER)

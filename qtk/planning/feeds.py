@@ -87,11 +87,12 @@ class Feeds:
         """Returns which of the ops that the result of ``reader`` feeds are fed by a value that it reads, too."""
         if row.feeding is Feeding.ORDER:
             return LARGEST
-        if row.feeding is Feeding.SCALED:
+        if row.feeding in (Feeding.SCALED, Feeding.ADDED):
             ports = self._flow.data_ports(reader)
-            is_alone = sum(not self._flow.is_static(port.value) for port in ports) == 1
+            terms = [port.value for port in ports if row.feeding is Feeding.ADDED and port.arg == 0]
+            is_alone = sum(not self._flow.is_static(port.value) for port in ports if port.value not in terms) == 1
             is_divisor = any(port.value is value and port.arg in row.divisors for port in ports)
-            return RULE_NAMES if is_alone and not is_divisor else RELATIVE
+            return RULE_NAMES if value in terms or (is_alone and not is_divisor) else RELATIVE
         is_same = reader.target is operator.getitem or row.keeps_elements or row.feeding is Feeding.RESULT
         return RULE_NAMES if is_same else NOTHING
 

@@ -43,9 +43,9 @@ def tolerances_db(
         in_float = tensor_outputs(model, call)
     with _noisy([each for each in quantizers if not each.static]):
         noisy = tensor_outputs(model, call)
-    which = counted or [None] * len(expected)
-    return tuple(min(_sqnr_db(*of_noise) - MARGIN_DB, _sqnr_db(*of_float) + MARGIN_DB) for of_noise, of_float in zip(
-        zip(expected, noisy, which, strict=True), zip(in_float, expected, which, strict=True), strict=True))
+    outputs = zip(expected, noisy, in_float, counted or [None] * len(expected), strict=True)
+    return tuple(min(_sqnr_db(ours, near, which) - MARGIN_DB, _sqnr_db(exact, ours, which) + MARGIN_DB)
+                 for ours, near, exact, which in outputs)
 
 
 def _sqnr_db(reference: Tensor, value: Tensor, counted: Tensor | None) -> float:

@@ -296,6 +296,9 @@ class Given(Held):
         (lambda state, x: torch.cat([state[:, 1:], state[:, -1:] + x[:, :1]], 1), True),
         (lambda state, x: torch.cat([state[:, 4:], x[:, 4:]], 1), False),  # what was last seen
         (lambda state, x: x.sigmoid() * state + x, False),  # a gate
+        (lambda state, x: torch.addcmul(state, x, x, value=0.1), True),
+        (lambda state, x: torch.addcmul(x, x.sigmoid(), state), False),  # a gate
+        (lambda state, x: torch.addcmul(x, x.new_ones(8), state, value=0.9), True),
         (lambda state, x: (state + x).tanh(), False),
     ],
 )

@@ -87,6 +87,31 @@ def test_the_exported_file_agrees(written):
         result.runs = ()
 
 
+class CodesAndFloats(nn.Module):
+    """A quantized output, and one in float: ranges that share no encoding are joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes, self.floats = nn.Linear(8, 64), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.codes(x), torch.cat([self.floats(x).exp() * 100, self.floats(x).sigmoid()], 1)
+
+
+def test_a_file_is_red_where_one_of_its_outputs_is_wrong(tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randn(64, 8) for _ in range(4)]
+    sim = qtk.QuantSim(CodesAndFloats().eval(), batches[0], config="onnxruntime")
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path / "right", formats=("onnx",), progress=False)
+    assert sim.verify_export(tmp_path / "right", batches, turns=0, progress=False).level is not Level.RED
+    (tmp_path / "wrong").mkdir()
+    spoilt(tmp_path / "right", tmp_path / "wrong", "", lambda array: array * (1.3 if (array == 100).all() else 1))
+    result = sim.verify_export(tmp_path / "wrong", batches, turns=0, progress=False)
+    assert result.level is Level.RED
+    assert "the least of 2 outputs" in str(result)
+
+
 def test_it_runs_off_on_and_in_the_exact_mode(written):
     runs = verify_export(*written, batches(1), turns=0).runs
     assert [run.way for run in runs[:3]] == [OFF, ON, EXACT]
