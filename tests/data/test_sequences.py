@@ -55,7 +55,8 @@ def test_what_makes_no_sequences_is_refused(data, reset, error):
 @pytest.mark.medium
 def test_a_search_rolls_states_in_calibration_and_judges_by_whole_sequences():
     data = qtk.Sequences(batches(9), reset=3)
-    sim, account = qtk.quantize(Sum(), data, states={"total": 1}, holdout=0.5, max_drop=1.0, progress=False)
+    sim, account = qtk.quantize(Sum(), data, target="default", states={"total": 1}, holdout=0.5, max_drop=1.0,
+                                progress=False)
     assert sim.encodings()["total:input"].maximum == pytest.approx(3.0, abs=0.02)
     rolled, total = [], torch.zeros(2, 1)
     for x, _ in batches(3):
