@@ -66,11 +66,11 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
     older target is unchanged. What a killed process left beside the target is removed, or put back, at the next call.
 
     Args:
-        target: the directory to create; missing parents are created too.
+        target: the directory to create, or an empty one; missing parents are created too.
         force: replace a directory that an earlier call made, with everything in it, unless its run still goes on.
 
-    Raises: ExportError if ``target`` exists and ``force`` is off or qtk did not write it, if it is not a directory or
-        contains the working directory, if its parent is not writable, its name too long or the disk full; another
+    Raises: ExportError if ``target`` is not empty and ``force`` is off or qtk did not write it, if it is no directory
+        or contains the working directory, if its parent is not writable, its name too long or the disk full; another
         OSError of the block is raised as it is.
 
     >>> import tempfile
@@ -112,10 +112,11 @@ def _refuse_unless_free(target: Path, *, force: bool) -> None:
     cwd: Path | None = None
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ExportError(f"{target} exists and is not a directory; choose another place")
-    if target.exists() and not force:
+    is_filled = target.exists() and any(target.iterdir())
+    if is_filled and not force:
         raise ExportError(f"{target} exists already and nothing is overwritten unasked; "
                           "choose another directory, or pass force=True (--force)")
-    if target.exists() and not (target / MARKER).is_file() and any(target.iterdir()):
+    if is_filled and not (target / MARKER).is_file():
         raise ExportError(f"{target} holds files that qtk did not write (it has no {MARKER}), and force replaces only "
                           "what qtk wrote; choose another directory, or empty this one")
     if target.exists() and _is_locked(target):

@@ -48,10 +48,10 @@ def test_nothing_remains_after_an_exception(tmp_path):
 
 
 def test_existing_target_is_refused_without_force(tmp_path):
-    (tmp_path / "out").mkdir()
+    made_before(tmp_path / "out")
     with pytest.raises(ExportError, match=r"out exists already .* force=True"), staged_directory(tmp_path / "out"):
         pytest.fail("the block must not run")
-    assert listing(tmp_path) == {"out"}
+    assert listing(tmp_path) == {"out", "out/old"}
 
 
 def test_force_replaces_only_what_was_written_here(tmp_path, monkeypatch):
@@ -68,11 +68,12 @@ def test_force_replaces_only_what_was_written_here(tmp_path, monkeypatch):
     assert Path.cwd() == tmp_path / "own"
 
 
-def test_an_empty_directory_may_be_filled_by_force(tmp_path):
+@pytest.mark.parametrize("force", [False, True])
+def test_an_empty_directory_is_filled(tmp_path, force):
     (tmp_path / "empty").mkdir()
-    with staged_directory(tmp_path / "empty", force=True) as folder:
+    with staged_directory(tmp_path / "empty", force=force) as folder:
         (folder / "a").touch()
-    assert (tmp_path / "empty" / "a").exists()
+    assert listing(tmp_path) == {"empty", "empty/a"}
 
 
 def test_force_replaces_the_whole_directory(tmp_path):
@@ -108,8 +109,8 @@ def test_old_target_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch)
 
 def test_target_made_meanwhile_is_not_overwritten(tmp_path):
     with pytest.raises(ExportError, match="exists already"), staged_directory(tmp_path / "out"):
-        (tmp_path / "out").mkdir()
-    assert listing(tmp_path) == {"out"}
+        made_before(tmp_path / "out")
+    assert listing(tmp_path) == {"out", "out/old"}
 
 
 def test_a_file_in_the_way_is_refused_even_with_force(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict, namedtuple
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -213,8 +214,9 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
     """
     if spec.is_leaf():
         return
-    if isinstance(value, Mapping) and spec.type is not None and issubclass(spec.type, Mapping):
-        keys = list(spec.context[1] if isinstance(spec.context, tuple) else spec.context)
+    kind = spec.context if spec.type is namedtuple else spec.type
+    if isinstance(value, Mapping) and issubclass(kind, Mapping):
+        keys = list(spec.context[1] if kind is defaultdict else spec.context)
         missing, extra = [key for key in keys if key not in value], [key for key in value if key not in keys]
         if missing or extra:
             raise CaptureError(
@@ -222,7 +224,7 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
                 "an input"
             )
         children = [(f"{name}[{key!r}]", value[key]) for key in keys]
-    elif isinstance(value, (list, tuple)) and spec.type is not None and issubclass(spec.type, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and issubclass(kind, (list, tuple)):
         if len(value) != spec.num_children:
             raise CaptureError(
                 f"input {name} has {len(value)} items, the model was captured for {spec.num_children}; prepare it "
@@ -230,8 +232,7 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
             )
         children = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
     elif isinstance(value, (Tensor, Mapping, list, tuple)) or _plain(value):
-        kind = getattr(spec.type, "__name__", spec.type)
-        raise CaptureError(f"input {name} is a {type(value).__name__}, the model was captured for a {kind}")
+        raise CaptureError(f"input {name} is a {type(value).__name__}, the model was captured for a {kind.__name__}")
     else:
         children = [*zip(*_registered_children(name, value, spec), strict=True)]
     for (path, item), item_spec in zip(children, spec.children(), strict=True):

@@ -309,9 +309,14 @@ def _is_write(target: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _function_of(target: object) -> object:
-    """Returns what to call with positional arguments: Python's binding of an ATen operator, which reads no schema."""
+    """Returns what to call with positional arguments: Python's binding of an ATen operator, which reads no schema.
+
+    Bindings take no list in which tensors are missing (``torch.index_put`` in 2.15).
+    """
     schema = schema_of(target)
     if schema is None or not isinstance(target, OpOverload) or target.namespace != "aten" or schema.is_mutable:
+        return target
+    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in schema.arguments):
         return target
     name = "size" if target is torch.ops.aten.sym_size.int else schema.name.partition("::")[2]
     for place, kind in ((torch, type(torch.add)), (Tensor, type(Tensor.add))):

@@ -1,9 +1,9 @@
 """Captures the buffers that forward writes, and keeps what a call returns apart from them.
 
-Torch's exporter drops what forward assigns to buffers of submodules, ``self.h = new`` (seen in 2.15), and
-writes all buffers in place at the end of a graph. What is in the memory of a buffer, and is returned or written into
-another one, has changed by then; and where the value that a buffer takes is returned too, the exporter returns the
-buffer, which the next call changes.
+Torch's exporter drops what forward assigns to buffers of submodules, ``self.h = new`` (seen in 2.15), fails where an
+input or another buffer is assigned, and writes all buffers in place at the end of a graph. What is in the memory of a
+buffer, and is returned or written into another one, has changed by then; and where the value that a buffer takes is
+returned too, the exporter returns the buffer, which the next call changes.
 
 A buffer that one graph of a model writes is data in all graphs: a graph that only reads it returns it, so that it is a
 state of their files too.
@@ -11,10 +11,12 @@ state of their files too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.sites import OP, OWNER, add_labels
@@ -29,9 +31,15 @@ from qtk.torch_private import base_of, pytree
 def assigned_in_place(model: nn.Module) -> Iterator[None]:
     """While the body runs, each call of ``model`` ends by writing what it assigned to buffers into the buffers."""
     before: list[dict[BufferPlace, Tensor | None]] = []
+    given: set[int] = set()
 
-    def enter(model: nn.Module, args: object) -> None:
+    def enter(model: nn.Module, args: object, kwargs: object) -> None:
         before.append({(module, name): module._buffers[name] for module, name in buffer_places(model)})
+        tensors = itertools.chain(pytree.tree_leaves((args, kwargs)), model.parameters(), model.buffers())
+        given.update(id(leaf) for leaf in tensors if isinstance(leaf, Tensor))
+
+    def assign(module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
+        return value.view_as(value) if before and value is not None and id(value) in given else None
 
     def leave(model: nn.Module, args: object, output: object) -> object:
         assigned = [(module, name, buffer, value) for (module, name), buffer in before.pop().items()
@@ -45,7 +53,9 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
         return returned if assigned else None
 
-    handles = [model.register_forward_pre_hook(enter, prepend=True), model.register_forward_hook(leave)]
+    handles = [model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+               model.register_forward_hook(leave),
+               register_module_buffer_registration_hook(assign)]  # type: ignore[arg-type]  # it may return a tensor
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -75,9 +76,18 @@ def difference_over_calls(
 
 
 def _second_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult:
+    """The outcome after a call on other values: what a call keeps of the same ones, the model may hold already."""
     with restored(model), torch.no_grad():
-        _outcome(model.eval(), *detached((args, kwargs)))
-        return _outcome(model, *detached((args, kwargs)))
+        with suppress(Exception):  # not every model takes them
+            _outcome(model.eval(), *pytree.tree_map(_otherwise, detached((args, kwargs))))
+        return _outcome(model.eval(), *detached((args, kwargs)))
+
+
+def _otherwise(leaf: object) -> object:
+    """A tensor of the values of ``leaf`` in reversed order, floats halved."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return leaf
+    return leaf.flip([*range(leaf.ndim)]) * 0.5 if leaf.is_floating_point() else leaf.flip([*range(leaf.ndim)])
 
 
 def eval_difference(

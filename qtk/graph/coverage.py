@@ -11,7 +11,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.graph.sites import EXCLUDED, label
-from qtk.graph.written_buffers import is_write
+from qtk.graph.written_buffers import is_state, is_write
 from qtk.operators.lookup import op_name
 from qtk.operators.targets import attribute
 
@@ -57,7 +57,8 @@ def unknown_ops(model: nn.Module) -> tuple[str, ...]:
         names |= {
             op_name(node): None for node in module.graph.nodes
             if node.op in ("call_function", "call_module") and node.target is not operator.getitem
-            and flow.row(node) is None and not label(node, EXCLUDED) and not is_write(node) and _has_float(node)
+            and flow.row(node) is None and not label(node, EXCLUDED) and not is_write(node) and not is_state(node)
+            and _has_float(node)
         }
     return tuple(names)
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from qtk.torch_private import base_of
+
 BufferPlace = tuple[nn.Module, str]
 """A module, and the name of a buffer in it."""
 
@@ -37,7 +39,7 @@ class BufferValues:
     def restore(self) -> None:
         """Gives the buffers their values again, also where another tensor was assigned."""
         for module, name, buffer, value in self._held:
-            buffer.detach_()
+            buffer = _without_history(buffer)
             if buffer.shape == value.shape:
                 buffer.copy_(value)
             module._buffers[name] = buffer
@@ -52,7 +54,12 @@ def detach_buffers(places: Iterable[BufferPlace]) -> None:
     """Cuts buffers off from what they were computed from, which a backward pass would go on through."""
     for module, name in places:
         if (buffer := module._buffers.get(name)) is not None and buffer.requires_grad:
-            buffer.detach_()
+            module._buffers[name] = _without_history(buffer)
+
+
+def _without_history(buffer: Tensor) -> Tensor:
+    """Detaches a tensor in place, or, as autograd wants it of a view, returns another with its memory."""
+    return buffer.detach_() if base_of(buffer) is None else buffer.detach()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from qtk.runtimes.way import (
     SiteValues,
     Way,
     refuse_other_outputs,
+    rows_along,
     shapes_of,
     usable_cpus,
 )
@@ -139,11 +140,11 @@ class FileRuns:
         On ``batch_size`` rows of the inputs, again and again the same ones where there are fewer; on the rows that
         there are where the file does not run on other ones, as with packed sequences. ``timing`` says which.
         """
-        feed = self._rows(self._feed(inputs), batch_size)
-        runners: dict[str, Callable[[], object]] = {}
+        in_float = None
         if float_file is not None:
-            session, _ = session_with(float_file, Optimizations.ON, threads=self.threads)
-            runners[FLOAT] = partial(_run_session, session, [], feed)
+            in_float = partial(_run_session, session_with(float_file, Optimizations.ON, threads=self.threads)[0], [])
+        feed = self._rows(self._feed(inputs), batch_size, in_float)
+        runners: dict[str, Callable[[], object]] = {} if in_float is None else {FLOAT: partial(in_float, feed)}
         for way in self.ways:
             if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
                 runners[way.way] = partial(way.runners[0], self.codes.stored(feed))
@@ -164,21 +165,22 @@ class FileRuns:
         in_float = op_times(float_file, feed, turns=turns, threads=self.threads)
         return slowest(times, {op: sum(ms for _, ms in nodes) for op, nodes in in_float.items()})
 
-    def _rows(self, feed: Mapping[str, Tensor], batch_size: int) -> Mapping[str, Tensor]:
-        """``batch_size`` rows of each input with a batch axis, if the file runs on them; else all that there are."""
-        batched = [name for name, shape, _ in self.inputs if shape and shape[0] == "batch"]
-        given = max((len(feed[name]) for name in batched), default=None)
+    def _rows(
+        self, feed: Mapping[str, Tensor], batch_size: int, in_float: Callable[[Mapping[str, Tensor]], object] | None
+    ) -> Mapping[str, Tensor]:
+        """``batch_size`` rows of each input with a batch axis, if both files run on them; else all that there are."""
+        axes = {name: shape.index("batch") for name, shape, _ in self.inputs if "batch" in shape}
+        given = max((feed[name].shape[axis] for name, axis in axes.items()), default=None)
         threads, cpus = self.threads or None, usable_cpus()
-        rows = {
-            name: value[torch.arange(batch_size) % max(len(value), 1)] if name in batched else value
-            for name, value in feed.items()
-        }
+        rows = {name: rows_along(value, axes.get(name), batch_size) for name, value in feed.items()}
         try:
             self.off.runners[0](self.codes.stored(rows))
+            if in_float is not None:
+                in_float(rows)
         except Exception:  # whatever the runtime says: the rows belong together
             self.timing = Timing(batch_size, given, threads, cpus, shapes_of(feed))
             return feed
-        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus, shapes_of(rows))
+        self.timing = Timing(batch_size, batch_size if axes else None, threads, cpus, shapes_of(rows))
         return rows
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from qtk.analysis.simulated_values import SimulatedValue
@@ -14,7 +13,16 @@ from qtk.report.timing import Timing
 from qtk.report.verdict import FileRun
 from qtk.runtimes.latency import median_latencies_ms
 from qtk.runtimes.loaded_file import LoadedFile, SiteRows, rows_like
-from qtk.runtimes.way import OTHER_SIMULATION, NoCodes, SiteValues, Way, refuse_other_outputs, shapes_of, usable_cpus
+from qtk.runtimes.way import (
+    OTHER_SIMULATION,
+    NoCodes,
+    SiteValues,
+    Way,
+    refuse_other_outputs,
+    rows_along,
+    shapes_of,
+    usable_cpus,
+)
 
 Opener = Callable[[Path, Mapping[str, str], int], LoadedFile]
 """Loads a file: its path, name of a site that is not quantized → why, and the number of threads (0: the runtime's)."""
@@ -95,16 +103,21 @@ class RuntimeRuns:
     ) -> None:
         """Measures the latency of the first way, and of the float file in it if there is one.
 
-        On ``batch_size`` rows of the inputs, again and again the same rows where there are fewer.
+        On ``batch_size`` rows of the inputs, again and again the same rows where there are fewer; rows are the items of
+        the first input along its axis 0, and of the others along the first axis that is as long.
         """
-        feed = {name: value[torch.arange(batch_size) % max(len(value), 1)] if value.ndim else value
-                for name, value in self._feed(inputs).items()}
+        given = self._feed(inputs)
+        rows = next((len(value) for value in given.values() if value.ndim), None)
+        axes = {name: next((axis for axis, size in enumerate(value.shape) if size == rows), None)
+                for name, value in given.items()}
+        feed = {name: rows_along(value, axes[name], batch_size) for name, value in given.items()}
         first = next(way for way in self.ways if way.refusal is None)
         try:
             self._loaded[first.way].run(feed)
         except Exception:  # whatever the runtime says: the rows belong together
-            feed = self._feed(inputs)
-        rows = max((len(value) for value in feed.values() if value.ndim), default=None)
+            feed = given
+        else:
+            rows = None if rows is None else batch_size
         self.timing = Timing(batch_size, rows, self.threads, usable_cpus(), shapes_of(feed))
         runners: dict[str, Callable[[], object]] = {first.way: self._loaded[first.way].timed(feed)}
         if float_file is not None:
@@ -133,6 +146,7 @@ def inputs_of_file(names: Sequence[str], inputs: Mapping[str, Tensor]) -> dict[s
 
     Raises: ExportError if the file takes another number of inputs.
 
+    >>> import torch
     >>> inputs_of_file(["args_0"], {"x": torch.zeros(2)})
     {'args_0': tensor([0., 0.])}
     """

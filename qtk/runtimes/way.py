@@ -184,6 +184,17 @@ def shapes_of(feed: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in feed.items())
 
 
+def rows_along(value: Tensor, axis: int | None, count: int) -> Tensor:
+    """``count`` rows of ``value`` along an axis, again and again the same if it has fewer; all of it without an axis.
+
+    >>> rows_along(torch.tensor([[1, 2]]), 1, 3), rows_along(torch.tensor([[1, 2]]), None, 3)
+    (tensor([[1, 2, 1]]), tensor([[1, 2]]))
+    """
+    if axis is None:
+        return value
+    return value.index_select(axis, torch.arange(count, device=value.device) % max(value.shape[axis], 1))
+
+
 def usable_cpus() -> int:
     """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.fallback import Surroundings, capture_graph
 from qtk.capture.first_run import FirstRun, first_run
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
+from qtk.capture.held_tensors import own_tensors
 from qtk.capture.holders import warn_of_hooks
 from qtk.capture.island_search import capture_tree
 from qtk.capture.prepare_report import PrepareReport
@@ -189,6 +190,7 @@ def _prepared(
 
     started = time.perf_counter()
     refuse_offloaded(model)
+    own_tensors(model)
     notes: list[str] = []
     train_only: dict[nn.Module, bool] = {}
     runs: list[FirstRun] = []

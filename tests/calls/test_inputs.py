@@ -1,6 +1,9 @@
+from collections import OrderedDict, defaultdict, deque
+from typing import NamedTuple
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtk.calls.inputs import check_inputs, input_leaves, is_free
 from qtk.calls.signature import input_names
@@ -122,6 +125,56 @@ def test_nesting_is_checked_to_the_bottom(parts, message):
     assert torch.equal(model({"one": X, "list": (X, X)}), 3 * X)
     with pytest.raises(CaptureError, match=message):
         model(parts)
+
+
+class State(NamedTuple):
+    h: Tensor
+    c: Tensor
+
+
+class Cell(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, state):
+        h, c = state.values() if isinstance(state, dict) else state
+        return x, make(self.kind, self.scale * h, c + x)
+
+
+def make(kind, h, c):
+    match kind:
+        case _ if kind is State:
+            return State(h, c)
+        case _ if kind is defaultdict:
+            return defaultdict(list, h=h, c=c)
+        case _ if issubclass(kind, dict):
+            return kind(h=h, c=c)
+    return kind([h, c])
+
+
+@pytest.mark.parametrize(("kind", "known"), [
+    (State, "1 items, the model was captured for 2"), (tuple, "1 items, the model was captured for 2"),
+    (deque, "a tuple, the model was captured for a deque"), (OrderedDict, "a tuple, .* for a OrderedDict"),
+    (defaultdict, "a tuple, the model was captured for a defaultdict"),
+])
+def test_any_container_that_torch_export_takes_is_an_input_and_its_nesting_is_checked(kind, known):
+    model, state = Cell(kind), make(kind, X, 3 * X)
+    prepared_model = prepare_model(model, (X, state))
+    assert prepared_model.report.complete
+    (_, ours), (_, theirs) = prepared_model(X, state), model(X, state)
+    assert type(ours) is kind
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(CaptureError, match=f"input state (has|is) {known}"):
+        prepared_model(X, (X,))
+    with pytest.raises(CaptureError, match=f"input state is a Tensor, the model was captured for a {kind.__name__}"):
+        prepared_model(X, X)
+
+
+def test_a_defaultdict_has_the_keys_of_capture():
+    model = prepare_model(Cell(defaultdict), (X, make(defaultdict, X, X)))
+    with pytest.raises(CaptureError, match=r"input state has the keys \['c'\], .* captured for \['h', 'c'\]"):
+        model(X, defaultdict(list, c=X))
 
 
 def test_the_leaves_of_a_call_stand_in_the_order_of_the_placeholders():

@@ -54,6 +54,22 @@ def test_layers_that_read_one_value_share_its_quantization_at_run_time(target, w
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
+class Places(nn.Module):
+    """Writes and reads columns, with lists of indices in which the first is missing."""
+
+    def forward(self, x, place):
+        table = torch.zeros(2, 5)
+        table[:, place] = x
+        return table, table[:, place + 1]
+
+
+def test_lists_of_indices_may_have_gaps():
+    x, place = torch.randn(2, 2), torch.tensor([1, 3])
+    prepared = qtk.prepare_model(Places(), (x, place))
+    run = bound_code(prepared, weights_once=False, gradients=False).function({})
+    assert all(map(torch.equal, run(x, place), Places()(x, place)))
+
+
 class Zeros(qtk.Quantizer):
     def _simulate_without_scale(self, x):
         return torch.zeros_like(x)

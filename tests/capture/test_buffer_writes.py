@@ -77,8 +77,30 @@ def assert_equal_over_calls(model, batches):
         "a later call changed what was returned"
 
 
+class HoldsTheInput(Holds):
+    """Remembers what it was given, as a streaming convolution does."""
+
+    def forward(self, x):
+        y = self.linear(x + self.h)
+        self.h = x
+        return y
+
+
+class HoldsABuffer(Holds):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("start", torch.ones(2, 3))
+
+    def forward(self, x):
+        y = self.linear(x + self.h)
+        self.h = self.start
+        return y
+
+
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", [ReturnsTheOld, ReturnsTheNew, ReadsTheOldAgain, CalledTwice, Delay])
+@pytest.mark.parametrize(
+    "kind", [ReturnsTheOld, ReturnsTheNew, ReadsTheOldAgain, CalledTwice, Delay, HoldsTheInput, HoldsABuffer]
+)
 def test_a_graph_writes_what_forward_writes(kind):
     torch.manual_seed(0)
     assert_equal_over_calls(kind().eval(), [(torch.randn(2, 3),) for _ in range(4)])

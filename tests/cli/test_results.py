@@ -52,7 +52,7 @@ def test_half_a_setting_is_removed(tmp_path):
 
 
 def test_a_place_that_is_taken_is_refused_at_once(tmp_path):
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "net").mkdir(parents=True)
     with pytest.raises(ExportError, match="exists already"), Results(tmp_path / "out", force=False, metric="m"):
         pytest.fail("the body must not run")
 

@@ -54,3 +54,18 @@ def test_each_op_with_a_real_result_and_no_row_is_named_once():
 def test_ops_the_user_excluded_are_not_named():
     prepared = prepare_model(Net(), torch.rand(2, 4), dynamic_shapes=None, modules_to_exclude=["skipped"])
     assert unknown_ops(prepared) == ("aten.special_i0.default",)
+
+
+class Delay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("before", torch.zeros(2, 4))
+
+    def forward(self, x):
+        y = torch.lgamma(x + self.before)
+        self.before = x
+        return y
+
+
+def test_the_read_of_a_state_is_no_op_of_the_model():
+    assert unknown_ops(prepare_model(Delay(), torch.rand(2, 4))) == ("aten.lgamma.default",)

@@ -128,6 +128,32 @@ def test_a_file_that_runs_on_its_rows_alone_is_timed_on_them_and_says_so_quietly
     timed.close()
 
 
+def write_sum(path, *, rows):
+    """A file of x [batch, 4] + state [1, batch, 4] that runs on ``rows`` rows, or on any number."""
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "state"], ["sum"]), helper.make_node("Reshape", ["sum", "shape"], ["y"])], "sum",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4]),
+         helper.make_tensor_value_info("state", TensorProto.FLOAT, [1, "batch", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.array([1, rows, 4], np.int64), "shape")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    helper.set_model_props(model, {SITES: '{"specs": [], "nodes": {}}'})
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(("rows", "said"), [(-1, "batch 2,"), (6, "batch 6 (the file does not run on 2 rows)")])
+def test_rows_are_taken_along_the_batch_axis_of_each_input_if_both_files_run_on_them(tmp_path, rows, said):
+    timed = FileRuns(write_sum(tmp_path / "model.onnx", rows=-1), {})
+    in_float = write_sum(tmp_path / "float.onnx", rows=rows)
+    timed.measure({"x": torch.randn(6, 4), "state": torch.randn(1, 6, 4)}, in_float, turns=1, progress=False,
+                  batch_size=2)
+    assert str(timed.timing).startswith(said)
+    assert timed.runs()[1].float_latency_ms > 0
+    timed.close()
+
+
 def test_inputs_of_another_model_are_refused(runs):
     with pytest.raises(ExportError, match="the file takes input, the model x"):
         runs.compare({"x": INPUTS}, [SimulatedValue(INPUTS)], {})

@@ -86,3 +86,23 @@ def test_latency_is_of_the_rows_that_were_asked_for_or_that_run(most, rows):
     assert run.latency_ms > 0
     assert run.float_latency_ms > 0
     assert (loaded.rows, in_float.rows, runs.timing.rows, runs.timing.threads) == ([rows], [rows], rows, 1)
+
+
+class Sums(Doubling):
+    inputs = ("x", "state", "scale")
+
+    def timed(self, inputs):
+        self.rows.append({name: tuple(value.shape) for name, value in inputs.items()})
+        return lambda: self.run(inputs)
+
+    def run(self, inputs, *, sites=False):
+        return super().run({"x": inputs["x"] + inputs["state"][0] * inputs["scale"]})
+
+
+def test_rows_of_a_state_are_taken_along_its_batch_axis():
+    loaded = Sums()
+    runs = RuntimeRuns(Path("model.sums"), {}, {"a": opener(loaded)}, threads=1)
+    runs.measure({"x": torch.randn(4, 3), "state": torch.randn(1, 4, 3), "scale": torch.tensor(2.0)}, None, turns=1,
+                 progress=False, batch_size=2)
+    assert loaded.rows == [{"x": (2, 3), "state": (1, 2, 3), "scale": ()}]
+    assert runs.timing.rows == 2

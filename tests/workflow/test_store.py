@@ -209,10 +209,10 @@ def test_long_lists_are_cut(saved):
 
 def test_existing_directory_needs_force(saved, tmp_path):
     _, simulation = saved
-    (tmp_path / "sim").mkdir()
+    save(tmp_path / "sim", simulation, arguments={})
     with pytest.raises(ExportError, match="exists already"):
         save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
-    assert list((tmp_path / "sim").iterdir()) == []
+    assert load(tmp_path / "sim").arguments == {}
     save(tmp_path / "sim", simulation, arguments=ARGUMENTS, force=True)
     assert load(tmp_path / "sim").arguments == ARGUMENTS
 
