@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.local_gradients import LocalGradients
 from qtk.calibration.reached_matrices import matrices_counted
 from qtk.calibration.scale_floor import raise_scales
 from qtk.calibration.site_samples import SiteSamples
+from qtk.calibration.width_check import LargeStep
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import precise_in
@@ -126,8 +128,9 @@ def calibrate(
             encodings[site] = encoding = bounded(encoding, bounds)
         simulation.quantizers[site].load_encoding(encoding)
     if precise_in(simulation.target) == "float":
-        large: dict[Site, str] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
-        masked |= large
+        large: dict[Site, LargeStep] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
+        for site, found in (large | coarse_inputs(simulation)).items():
+            masked |= dict.fromkeys((site, *found.constants), found.reason)
     simulation = drop_sites(simulation, masked) if masked else simulation
     if any(decided.factors for decided in simulation.plan.values()):
         raise_scales(simulation)

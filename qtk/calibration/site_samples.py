@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
-from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, Loss, UnheldSite, judged
+from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, LargeStep, Loss, UnheldSite, judged
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import HOST, Encoding, moved
@@ -102,11 +103,12 @@ class SiteSamples:
         """The sites that their encodings do not hold, worst first."""
         precise, samples = precise_in(simulation.target), self._by_spec(simulation)
         contents = contents_of(simulation.model)
-        exponents: dict[Site, str] = found_where(
+        large: dict[Site, LargeStep] = found_where(
             {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
+        large |= coarse_inputs(simulation)
         found = [
-            judged(site, simulation, values, encoding, precise, exponents.get(site))
-            for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
+            judged(site, simulation, values, encoding, precise, large.get(site))
+            for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, large)
         ]
         names = {each.name for each in found if each is not None}
         if self.members:
@@ -194,9 +196,9 @@ class _Sampled:
 
 
 def _in_question(
-    spec: QuantSpec, samples: Sequence[tuple[Site, Tensor, Encoding]], exponents: Container[Site]
+    spec: QuantSpec, samples: Sequence[tuple[Site, Tensor, Encoding]], large: Container[Site]
 ) -> Iterator[tuple[Site, Tensor, Encoding]]:
-    """The samples of exponents, of one value alone, or that lose enough to be named: all are rounded together."""
+    """The samples of sites with ``large`` steps, of one value, or that lose enough to be named; rounds all together."""
     values = pad_sequence([kept for _, kept, _ in samples], batch_first=True)  # 0 is rounded to itself
     scale = torch.stack([encoding.scale for *_, encoding in samples])
     zeros = [encoding.zero_point for *_, encoding in samples if encoding.zero_point is not None]
@@ -205,5 +207,5 @@ def _in_question(
     noise = (rounded - values).double().square().sum(1)
     loses = noise * 10 ** (FINE_DB / 10) > values.double().square().sum(1)
     for sample, is_lossy in zip(samples, loses.tolist(), strict=True):
-        if is_lossy or sample[0] in exponents or not sample[1].numel() or bool((sample[1] == sample[1][0]).all()):
+        if is_lossy or sample[0] in large or not sample[1].numel() or bool((sample[1] == sample[1][0]).all()):
             yield sample

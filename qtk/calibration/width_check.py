@@ -33,6 +33,25 @@ SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
+class LargeStep:
+    """A step that is large for what is computed of a site, whatever the SQNR of its own values.
+
+    Args:
+        reason: that in words.
+        times: how many times the largest step that is not.
+        constants: the sites of the constants of these ops, which have the same fault.
+    """
+
+    reason: str
+    times: float
+    constants: tuple[Site, ...] = ()
+
+    def precise(self, bits: int, precise: Literal[16, "float"]) -> Literal[16, "float"]:
+        """Returns what holds the site: what the target has for such sites, or float where its step is large too."""
+        return precise if precise == "float" or self.times <= 2 ** (precise - bits) else "float"
+
+
+@dataclass(frozen=True, slots=True)
 class UnheldSite:
     """An activation that its width does not hold.
 
@@ -55,8 +74,9 @@ class UnheldSite:
 
 def judged(
     site: Site, simulation: Simulation, values: Tensor, encoding: Encoding, precise: Literal[16, "float"],
-    exponent: str | None,
+    large: LargeStep | None,
 ) -> UnheldSite | None:
+    """Judges one site by some of its values, its encoding, and whether its step is ``large`` for what reads it."""
     spec, plan = encoding.spec, simulation.plan[site]
     bits = spec.dtype.bits
     if not values.numel() or not values.any():
@@ -75,10 +95,11 @@ def judged(
         reason = f"reaches {codes} of {width} codes{shared}"
     elif (found := loss.reason(bits)) is not None:
         reason = f"{found}{shared}"
-    elif exponent is not None:
-        reason = exponent
+    elif large is not None:
+        reason = large.reason
     else:
         return None
+    precise = precise if large is None else large.precise(bits, precise)
     return UnheldSite(
         site.name, loss.sqnr_db, loss.zeroed, codes, reason, _rule(plan.leader or site, "float" if shared else precise)
     )

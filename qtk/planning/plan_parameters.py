@@ -79,7 +79,17 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
                 stream.elsewhere if row.multiplies else decisions.output)
             if stream is not None and not decision.enabled:
                 draft.split[flow.root(port.value)] = f"float by {decision.reason}; others round it on their edges"
-            _plan_constant(draft, port, decision, row.kind)
+            if stream is None and not row.multiplies and _is_in_float(draft, node):
+                draft.floats.setdefault(flow.root(port.value), f"{_name(port)} computes with floats")
+            else:
+                _plan_constant(draft, port, decision, row.kind)
+
+
+def _is_in_float(draft: Draft, node: fx.Node) -> bool:
+    """Says whether no data that an op reads is quantized, nor inside a supergroup that is computed in integers."""
+    values = [draft.flow.root(port.value) for port in draft.flow.data_ports(node)]
+    data = [value for value in values if not draft.flow.is_parameter(value)]
+    return bool(data) and all(value in draft.floats and value not in draft.groups for value in data)
 
 
 def _multiplies_floats(draft: Draft, port: Port) -> bool:

@@ -169,6 +169,8 @@ def _at_producer(draft: Draft, source: fx.Node, decision: Decision) -> str:
     site = value_site(source)
     if decision.enabled:
         return f"{site}, which it reads, is quantized at its producer: {draft.values[source].reason}"
+    if draft.flow.is_parameter(source):
+        return f"{site}, a constant which it reads, stays in float where all other values that it reads do"
     return (f"{site}, which it reads, is quantized at its producer, for all readers; to change that, match path "
             f"{_name(source)}, and output: float")
 

@@ -24,6 +24,9 @@ from qtk.transforms.graph_editor import beside, weight_parameter
 from qtk.transforms.named_tensors import NamedTensors
 from qtk.transforms.proof import Group
 
+MOST_NOISE = 16.0
+"""How much more noise weights of a layer may add when a batch norm in front is folded into them: 24 dB of some 40."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
@@ -205,6 +208,8 @@ class _Finder:
             layers.setdefault(layer, []).append(port.user)
         if not layers:
             raise _NotFoldable("no layer reads it")
+        if not signs:
+            self._check_alike(call)
         for layer, ops in layers.items():
             self._check_owned(layer, ops, self._uses[layer.weight])
         return tuple(layers)
@@ -216,6 +221,22 @@ class _Finder:
         axis = port.value.meta["val"].ndim - 1 if layer.product in (Product.OUT_IN, Product.IN_OUT) else 1
         if port.arg != row.data_arg or _axis_at(call.flow, port.value, call.node, axis) != 1:
             raise _NotFoldable(f"its channels are not the inputs of {owner_of(layer.weight)}")
+
+    def _check_alike(self, call: _Call) -> None:
+        """Raises: _NotFoldable if a range for each row of the weights behind would hold few of the folded columns.
+
+        The noise that rounding adds to a sum over columns grows with the largest factor of one, max γ/σ, and with the
+        size of all inputs, √Σσ²; the sum itself is of the size √Σγ².
+        """
+        weight, _, _, var = (None if name is None else self._members.tensor(name).detach().double()
+                             for name in call.tensors)
+        assert var is not None
+        std = (var + call.eps).sqrt()
+        gamma = torch.ones_like(std) if weight is None else weight.abs()
+        more = float((gamma / std).max() * std.norm() / gamma.norm().clamp(min=torch.finfo(torch.float64).tiny))
+        if more > MOST_NOISE:
+            raise _NotFoldable(f"its inputs have standard deviations from {float(std.min()):.2g} to "
+                               f"{float(std.max()):.2g}, too far apart for one range")
 
     def _check_takes_shift(self, op: fx.Node, layer: Layer) -> None:
         """Raises: _NotFoldable unless a layer can take up a shift of its inputs: what it pads would be shifted too."""

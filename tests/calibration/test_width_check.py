@@ -108,3 +108,17 @@ def test_large_arguments_of_an_exponential_are_named_where_the_target_has_no_flo
         "t:input": (True, "{match: {path: 't'}, output: {bits: 16}}"),
         "mul:out": (True, "{match: {path: 'mul'}, output: {bits: 16}}"),
     }
+
+
+def test_arguments_that_sixteen_bits_do_not_hold_either_are_to_be_in_float():
+    """The last interval of a rendered ray is 1e10 long: of the others' steps of one range nothing is left."""
+
+    class Ray(nn.Module):
+        def forward(self, density, ends):
+            lengths = torch.cat([ends[:, 1:] - ends[:, :-1], torch.full_like(ends[:, :1], 1e10)], 1)
+            return 1 - torch.exp(-density * lengths)
+
+    data = (torch.rand(8, 16), torch.sort(torch.rand(8, 16) * 4)[0])
+    sim = qtk.QuantSim(Ray(), data, config="qnn_htp")
+    with pytest.warns(UserWarning, match=r"{match: {path: 'mul'}, output: float}"):
+        sim.compute_encodings([data], progress=False)

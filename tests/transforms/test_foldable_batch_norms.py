@@ -29,6 +29,16 @@ def test_into_a_scale_and_a_shift_with_the_reason(name):
     assert any(part in detail for detail in left for part in reason.split("|")), left
 
 
+@pytest.mark.parametrize(("std", "is_folded"), [(4.0, True), (1e4, False)])
+def test_columns_of_weights_stay_alike(std, is_folded):
+    norm = nn.BatchNorm1d(3)
+    norm.running_var = torch.tensor([1.0, std, 2.0]).square()
+    _, result = folded(nn.Sequential(norm, nn.Linear(3, 4)).eval(), torch.randn(2, 3))
+    (group,) = result.groups
+    assert group.detail.startswith("into 1, behind it" if is_folded else "became a scale and a shift")
+    assert is_folded or "its inputs have standard deviations from 1 to 1e+04" in group.detail
+
+
 def test_statistics_of_the_batch_cannot_be_folded():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)).eval()
     prepared, result = folded(model, torch.randn(2, 3, 4, 4))
