@@ -44,11 +44,12 @@ def tolerances_db(
     with _noisy([each for each in quantizers if not each.static]):
         noisy = tensor_outputs(model, call)
     outputs = zip(expected, noisy, in_float, counted or [None] * len(expected), strict=True)
-    return tuple(min(_sqnr_db(ours, near, which) - MARGIN_DB, _sqnr_db(exact, ours, which) + MARGIN_DB)
+    return tuple(min(sqnr_db(ours, near, which) - MARGIN_DB, sqnr_db(exact, ours, which) + MARGIN_DB)
                  for ours, near, exact, which in outputs)
 
 
-def _sqnr_db(reference: Tensor, value: Tensor, counted: Tensor | None) -> float:
+def sqnr_db(reference: Tensor, value: Tensor, counted: Tensor | None) -> float:
+    """The SQNR of the elements that count, with 0 for NaN; ``inf`` where the shapes are others."""
     if reference.shape != value.shape:  # what data decide may have other lengths
         return math.inf
     if counted is not None:

@@ -142,6 +142,10 @@ class Runs(Protocol):
         """Returns what the latencies are of; ``None`` if they were not measured."""
 
     @property
+    def outputs(self) -> Sequence[str]:
+        """The names of the outputs."""
+
+    @property
     def ways(self) -> Sequence[Way]:
         """The ways, with the differences so far."""
 

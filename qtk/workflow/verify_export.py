@@ -34,6 +34,7 @@ from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate
 from qtk.runtimes.tolerance import tolerances_db
 from qtk.transforms.keep_batch_norms import folded
+from qtk.workflow.far_from_float import far_from_float
 
 SIMULATION = "the simulation"
 TURNS = 30
@@ -222,6 +223,8 @@ class _Witness:
     ) -> None:
         self.graph, self.path, self.kind, self.tokens = graph, path, kind, tokens
         self.first_counted: list[Tensor | None] = []
+        self.judged: tuple[Call, list[Tensor], list[Tensor | None]] | None = None
+        self.is_finite = True
         self.first_call: Call | None = None
         self.is_called = False
         self.inputs: dict[str, Tensor] = {}
@@ -276,7 +279,9 @@ class _Witness:
         runs = self.files.runs()
         circumstances = _circumstances(self.graph, self.path, self.kind)
         found = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
-        return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes,
+        far = [] if self.judged is None else far_from_float(self.graph, *self.judged, self.files.outputs)
+        findings = sorted((*far, *found), key=lambda finding: finding.level is not Level.RED)
+        return Verdict(self.path, SIMULATION, runs, (*findings, *self.notes), size_bytes(self.path), self.float_bytes,
                        timing=self.files.timing)
 
     def _tolerances(self) -> tuple[float, ...]:
@@ -328,5 +333,9 @@ class _Witness:
             replace(each, counted=which) for each, which in zip(self._references(simulated), counted, strict=True)
         ]
         self.files.compare(inputs, compared, self.simulated.take())
+        was_finite = self.is_finite
+        self.is_finite = was_finite and all(bool(value.isfinite().all()) for value in simulated)
+        if self.judged is None or self.is_finite is not was_finite:  # the first call, or the first with NaN
+            self.judged = call, [value.detach().clone() for value in simulated], counted
         if self.first_call is None and all(tensor.numel() for tensor in inputs.values()):
             self.first_call, self.inputs, self.first_counted = call, inputs, counted

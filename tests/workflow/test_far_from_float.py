@@ -1,0 +1,68 @@
+"""Files that compute what the simulation does, of simulations that are not what the model computes."""
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.report.verdict import OFF, Level
+
+
+class Inverse(nn.Module):
+    """Divides by a difference of two products, of which 8 bits may leave 0; the second output is well."""
+
+    def forward(self, x):
+        a, b, c, d = x.unbind(1)
+        return torch.stack([a, d], 1) / (a * d - b * c)[:, None], x * 2
+
+
+class Difference(nn.Module):
+    """Takes off what it has added, of which 8 bits hold nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, offset):
+        return (self.linear(x) + offset) - offset
+
+
+def singular(count):
+    x = torch.rand(count, 4) + 1
+    x[:, 3] = x[:, 1] * x[:, 2] / x[:, 0] * 1.001
+    return x
+
+
+def verdict_of(model, batches, tmp_path, **options):
+    sim = qtk.QuantSim(model.eval(), batches[0], **options)
+    sim.compute_encodings(batches[:1], progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",), progress=False)
+    return sim.verify_export(tmp_path / "out", batches, turns=0, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_simulation_that_returns_nan_is_red_also_where_a_later_call_does(tmp_path):
+    torch.manual_seed(0)
+    verdict = verdict_of(Inverse(), [torch.tensor([[2.0, 1, 1, 2], [1, 2, 2, 1]]), singular(64)], tmp_path,
+                         config={"version": 1, "io": {"outputs": "float"}})
+    assert verdict.level is Level.RED
+    assert verdict.findings[0].cause.startswith("the simulation itself returns NaN or infinite values in output_0")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_simulation_far_from_the_float_model_is_yellow_whatever_the_file_computes(tmp_path):
+    torch.manual_seed(0)
+    verdict = verdict_of(Difference(), [(torch.randn(64, 4), 1000 * torch.randn(64, 4))], tmp_path)
+    assert verdict.run(OFF).sqnr_db > 60
+    finding, *_ = verdict.findings
+    assert finding.level is Level.YELLOW
+    assert "the simulation itself is " in finding.cause
+    assert " dB from the float model in output, whatever the file computes" in finding.cause
+    assert "sim.compare(data)" in finding.remedy
+
+
+def test_a_simulation_near_the_float_model_is_green(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    verdict = verdict_of(net, [torch.randn(64, 4)], tmp_path, config="onnxruntime")
+    assert verdict.findings == ()
