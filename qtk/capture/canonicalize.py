@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtk.capture.buffer_writes import part_from_buffers
+from qtk.capture.embedding_bags import open_bags
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
@@ -88,6 +89,7 @@ def canonicalize(
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
     drop_empty_operands(graph)
+    open_bags(graph)
     swaps = recover(root, graph, original, train_only, scans)
     for node in list(graph.nodes):
         if node.target in PRODUCTS:

@@ -74,7 +74,7 @@ _add("_grouped_mm transformers::grouped_mm_fallback",  # [tokens, in], [experts,
 _add("einsum", OpRow("einsum", COMPUTE, family="matmul", inputs=(1,), weights=(1,), data_arg=None,
                      weight_axes=einsum_operand))
 _add("bilinear", OpRow("bilinear", COMPUTE, inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in))
-_add("embedding", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in,
+_add("embedding embedding_bag", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in,
                         scaling=Scaling.COLUMNS, tokens=Tokens.LOOKED_UP))
 _add("torchvision::deform_conv2d", OpRow("deform_conv2d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=4,
                                          weight_axes=out_in))

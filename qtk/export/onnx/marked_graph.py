@@ -46,6 +46,7 @@ from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
+from qtk.export.onnx.outer_outputs import return_own_values
 from qtk.export.onnx.padded_sequences import pad_sequences
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
@@ -310,6 +311,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     found_where({"ScatterND", "GatherND"}, operators, lambda: widen_indices(graph.graph), None)
     RewritePass(_MULTIPLIED_BY_ONE)(graph)
     IdentityEliminationPass()(graph)
+    return_own_values(graph.graph)
     ClearMetadataAndDocStringPass()(graph)
     return graph
 
