@@ -9,6 +9,7 @@ from typing import Literal
 
 from qtk.config.files import folder_of, read_file, shipped, shipped_names
 from qtk.config.mistakes import shown
+from qtk.config.runtime import Runtime
 from qtk.config.schema import QuantConfig
 from qtk.config.tensor_setting import TensorSetting
 from qtk.config.validate import validate
@@ -50,6 +51,15 @@ def precise_in(target: str | None) -> Literal[16, "float"]:
     ('float', 16)
     """
     return (load_config(target) if target in shipped_names("targets") else QuantConfig(version=1)).precise
+
+
+def runtime_of_target(target: str | None) -> Runtime | None:
+    """Returns the runtime that a shipped target is for; ``None`` for other targets, or if none is named.
+
+    >>> runtime_of_target("tensorrt").name, runtime_of_target("default"), runtime_of_target(None)
+    ('TensorRT 11', None, None)
+    """
+    return load_config(target).runtime if target is not None and target in shipped_names("targets") else None
 
 
 def _from_file(path: Path, above: tuple[Path, ...]) -> QuantConfig:

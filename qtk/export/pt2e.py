@@ -29,9 +29,12 @@ from qtk.calls.signature import output_nodes
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.recurrent_tracing import lengths_stay_free
 from qtk.capture.torch_export import silent_torch
+from qtk.config.load import runtime_of_target
+from qtk.config.runtime import NeighbourRule
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
+from qtk.export.float_products import copy_float_operands
 from qtk.export.free_axes import doubled, file_axes, free_axes, warn_of_fixed_axes, warn_of_written_values
 from qtk.export.pt2e_contents import TARGET
 from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
@@ -74,11 +77,20 @@ def export(
     Raises: ExportError if a quantizer has no encoding, or torch cannot export the model.
     """
     program = exported_program(model, call)
+    for rule in _integer_rules(target):
+        copy_float_operands(program.graph, rule)
     try:
         torch.export.save(program, path, extra_files=None if target is None else {TARGET: target})
     except Exception as error:
         raise ExportError(f"torch.export cannot save the program: {first_line(error)}; export formats=('onnx',)"
                           ) from error
+
+
+def _integer_rules(target: str | None) -> list[NeighbourRule]:
+    """The rules of a shipped target by which an op is computed in integers only if its result is quantized."""
+    runtime = runtime_of_target(target)
+    rules = () if runtime is None else runtime.rules
+    return [rule for rule in rules if isinstance(rule, NeighbourRule) and rule.output == "quantized"]
 
 
 def exported_program(

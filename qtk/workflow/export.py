@@ -21,9 +21,7 @@ from qtk.calls.calls import Call
 from qtk.calls.inputs import ExampleInputs
 from qtk.calls.signature import values_of
 from qtk.capture.tracing import TRACING
-from qtk.config.files import shipped_names
-from qtk.config.load import load_config
-from qtk.config.runtime import Runtime
+from qtk.config.load import runtime_of_target
 from qtk.core.dtypes import dtype
 from qtk.errors import ExportError
 from qtk.graph.graphs import meta_of, roots, states_of
@@ -180,7 +178,7 @@ def _onnx(
             if run:
                 raise ExportError(f"{reason}; check=False writes the file for another runtime")
             warnings.warn(reason, stacklevel=2)
-    runtime = _runtime(simulation.target)
+    runtime = runtime_of_target(simulation.target)
     int16_sums = runtime is None or runtime.int16_sums  # also if it is for no runtime in particular
     contrib_operators = runtime is not None and runtime.contrib_operators
     functions = runtime is None or runtime.functions
@@ -244,11 +242,6 @@ def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path, stages:
         stages.of(onnx_name(path))("running")
         for line in departures(folder / onnx_name(path), graph, call):
             warnings.warn(f"{onnx_name(path)} was written, but {line}", stacklevel=2)
-
-
-def _runtime(target: str | None) -> Runtime | None:
-    """The runtime of a shipped target; ``None`` for others."""
-    return load_config(target).runtime if target in shipped_names("targets") else None
 
 
 def _compressed_tensors(
