@@ -251,6 +251,8 @@ def warn_of_weights_in_float(drafts: Sequence[Draft]) -> None:
     left: dict[fx.Node, str] = {}
     for draft in drafts:
         for node in draft.graph.nodes:
+            if draft.flow.is_static(node):
+                continue  # a parametrization
             for port in draft.flow.weight_ports(node):
                 if not draft.of_parameter(port).weight.enabled:
                     continue

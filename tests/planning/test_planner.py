@@ -241,6 +241,11 @@ def test_weights_that_blocks_do_not_divide_are_counted_in_parameters():
     assert "0.weight: float by rules[1]: block_size 32 does not divide axis 1 of shape (160, 100)" in line
 
 
+def test_the_norm_of_a_weight_that_is_quantized_is_no_weight_in_float():
+    spectral = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(100, 160))
+    assert said(nn.Sequential(spectral, nn.Linear(160, 8)), torch.randn(2, 100)) == []
+
+
 @pytest.mark.parametrize("settings", [{}, {"config": {"version": 1, "rules": [
     {"match": {"path": "0"}, "weight": "float"}]}}, {"weight_bits": None}])
 def test_what_a_rule_leaves_in_float_is_no_news(settings):

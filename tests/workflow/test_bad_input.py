@@ -361,3 +361,24 @@ def test_a_simulation_is_not_quantized_again(around):
     for make in (qtk.QuantSim, qtk.prepare_model):
         with pytest.raises(CaptureError, match=r"holds quantizers already.*pass the float model"):
             make(around(sim.model), x)
+
+
+class Missing(nn.Module):
+    """Marks what is missing by NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.linear(torch.cat([x.nan_to_num(), x.isnan().float()], 1))
+
+
+def test_nan_in_an_input_names_the_setting_that_keeps_it():
+    x = torch.randn(4, 4)
+    x[0, 1] = torch.nan
+    with pytest.raises(CalibrationError, match=r"x:input: 1 NaN .* marks what is missing, io: {inputs: float}$"):
+        qtk.QuantSim(Missing().eval(), x).compute_encodings([x], progress=False)
+    sim = qtk.QuantSim(Missing().eval(), x, config={"version": 1, "io": {"inputs": "float"}})
+    sim.compute_encodings([x], progress=False)
+    assert sim.model(x).isfinite().all()
