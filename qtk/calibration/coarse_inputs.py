@@ -29,8 +29,8 @@ from qtk.quantizers.quantizer import Quantizer
 LARGEST_STEP = 16.0
 """In steps of the result, which has 8 bits with 16 values in its range then, and 19 dB."""
 
-SCALINGS = frozenset({Scaling.KEPT, Scaling.ADDED, Scaling.MULTIPLIED, Scaling.DIVIDED, Scaling.SCALE_SHIFT})
-"""Negation and the like, sums, products, quotients, and batch norms that are folded into no layer."""
+SCALINGS = frozenset({Scaling.ADDED, Scaling.MULTIPLIED, Scaling.DIVIDED, Scaling.SCALE_SHIFT})
+"""Sums, products, quotients, and batch norms that are folded into no layer; negations are followed too."""
 
 
 def coarse_inputs(simulation: Simulation) -> dict[Site, LargeStep]:
@@ -89,10 +89,12 @@ class _Search:
     def _factors(self, op: fx.Node, value: fx.Node) -> Tensor | None:
         """Returns what an op multiplies the elements of ``value`` with, as magnitudes; ``None`` if it is no such op."""
         row = self._flow.row(op)
-        if row is None or row.scaling not in SCALINGS:
+        if row is None or (row.scaling not in SCALINGS and row.kind != "neg"):
             return None
         data = [read for read in op.all_input_nodes if not self._flow.is_static(read)]
-        if len(data) != 1 or _source(data[0], self._flow) is not value or (row.divisors and op.args[0] is not data[0]):
+        if len(data) != 1 or not is_float(data[0]) or _source(data[0], self._flow) is not value:
+            return None
+        if row.divisors and op.args[0] is not data[0]:
             return None
         shape = [size if isinstance(size, int) else 1 for size in data[0].meta["val"].shape]
         zeros = torch.zeros(shape, dtype=torch.float64, device=self._device)

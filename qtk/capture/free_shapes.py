@@ -94,6 +94,17 @@ def free_shapes(
     return shapes
 
 
+def shapes_from_json(stored: Any) -> Any:
+    """Dynamic shapes as they were before they were JSON, whose keys are texts.
+
+    >>> shapes_from_json({"x": {"0": "batch"}}), shapes_from_json("all")
+    ({'x': {0: 'batch'}}, 'all')
+    """
+    if not isinstance(stored, Mapping):
+        return stored
+    return {name: {int(axis): length for axis, length in axes.items()} for name, axes in stored.items()}
+
+
 def shapes_like(tree: Any, shape_of: Callable[[object], object]) -> Any:
     """``shape_of`` each leaf, nested as ``torch.export`` wants it: of a registered class, its children in a list."""
     children, structure = pytree.tree_flatten(tree, is_leaf=lambda value: value is not tree)

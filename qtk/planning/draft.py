@@ -290,8 +290,10 @@ class Draft:
         return nature is ValueKind.COUNT
 
     def divides(self, port: Port) -> bool:
-        """Says whether a 0 in the value at ``port`` makes the reader's result infinite."""
+        """Says whether a 0 in the value at ``port`` makes the reader's result infinite, or that of the root of it."""
         row = self.flow.row(port.user)
+        if row is not None and row.kind == "sqrt":
+            return any(self.divides(reader) for reader in self.flow.readers(port.user))
         return row is not None and port.arg in row.divisors
 
     def takes_data(self, port: Port) -> bool:

@@ -121,8 +121,8 @@ def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -
     """Decides the value of a compute op (rules 1 and 9), observing ``io.outputs``."""
     readers = list(draft.flow.readers(node))
     is_output = all(map(is_result, readers))
-    if readers and all(draft.divides(port) for port in readers):
-        draft.floats[node] = "only divides: a value that rounds to 0 would make the result infinite"
+    if any(draft.divides(port) for port in readers):
+        draft.floats[node] = "divides: a value that rounds to 0 would make the result infinite"
     elif is_output and draft.io is not None and draft.io.outputs == "float":
         draft.floats[node] = "io.outputs is float"
     else:

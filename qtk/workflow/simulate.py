@@ -11,16 +11,18 @@ from torch import nn
 from qtk.calibrators.scheme import calibrator
 from qtk.calls.calls import Call
 from qtk.calls.inputs import split_inputs
+from qtk.calls.served_sizes import ALL, BATCH, GIVEN, LATE, STATIC
 from qtk.calls.states import set_states
 from qtk.capture.exclusion import exclude_paths
-from qtk.capture.free_shapes import DynamicShapes
-from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.free_shapes import DynamicShapes, shapes_from_json
+from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.needs import found_where
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.core.width import Width, width_from_json, width_to_json
+from qtk.export.free_axes import free_axes
 from qtk.graph.graphs import STATES, contents_of, states_of
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
@@ -29,6 +31,7 @@ from qtk.planning.patterns import RULE_NAMES
 from qtk.planning.planner import plan
 from qtk.planning.state_pairs import pair_states
 from qtk.quantizers.quantizer import Mode
+from qtk.torch_private import call_structure
 from qtk.transforms.keep_batch_norms import BATCH_NORM, as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
 from qtk.transforms.steps import STEPS
@@ -97,13 +100,30 @@ def plan_by(sim: Settings, prepared: PreparedModel, config: QuantConfig) -> Quan
 
 
 def settings_to_json(sim: Settings, model: PreparedModel) -> dict[str, object]:
-    """The keyword arguments that ``QuantSim`` is to be called with again; explicit dynamic shapes are left out."""
-    shapes = sim.dynamic_shapes
+    """The keyword arguments that ``QuantSim`` is to be called with again, on a model that is not prepared."""
     return {
         "scheme": sim.scheme, "config": sim.config.model_dump(mode="json", exclude_none=True),
         **{name: width_to_json(getattr(sim, name)) for name in WIDTHS},
-        "dynamic_shapes": shapes if isinstance(shapes, str | None) else "batch", "states": states_of(model),
+        "dynamic_shapes": _shapes(sim, model), "states": states_of(model),
     }
+
+
+def _shapes(sim: Settings, model: PreparedModel) -> object:
+    """The dynamic shapes that the model was prepared with; explicit ones by the names of its free axes.
+
+    ``"batch"`` in place of explicit ones for inputs inside of containers.
+    """
+    given = sim.dynamic_shapes if isinstance(sim.dynamic_shapes, str | None) else BATCH
+    if not isinstance(model, PreparedGraph):
+        return given
+    sizes = model.sizes
+    if sizes.asked != GIVEN:
+        return {BATCH: BATCH, ALL: ALL, LATE: ALL, STATIC: None}[sizes.asked]
+    axes = {str(node.target): {str(axis): sizes.names.get((str(node.target), axis), str(node.meta["val"].shape[axis]))
+                               for axis in free_axes(node)} for node in model.graph.find_nodes(op="placeholder")}
+    structure = call_structure(model.graph)
+    is_flat = structure is not None and {*axes} <= {*structure.orig_args}
+    return {name: lengths for name, lengths in axes.items() if lengths} if is_flat else given
 
 
 def settings_from_json(stored: Mapping[str, object]) -> dict[str, Any]:
@@ -113,4 +133,5 @@ def settings_from_json(stored: Mapping[str, object]) -> dict[str, Any]:
     """
     arguments = {name: width_from_json(value) if name in WIDTHS else value for name, value in stored.items()}
     config = load_config(stored.get("config", "default"))  # type: ignore[arg-type]
-    return {"dynamic_shapes": "batch", **arguments, "config": config}
+    shapes = shapes_from_json(arguments.get("dynamic_shapes", BATCH))
+    return {**arguments, "dynamic_shapes": shapes, "config": config}

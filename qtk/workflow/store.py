@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from qtk.atomic import staged_directory
 from qtk.calls.calls import leaves_text
+from qtk.capture.free_shapes import shapes_from_json
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
@@ -210,8 +211,9 @@ def prepare_stored(
 
     Raises: EncodingError if the stored model had a graph for more or fewer kinds of calls.
     """
-    shapes = "batch" if isinstance(model, PreparedModel) else stored.arguments.get("dynamic_shapes", "batch")
-    prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=shapes)  # type: ignore[arg-type]
+    asked = "batch" if isinstance(model, PreparedModel) else stored.arguments.get("dynamic_shapes", "batch")
+    shapes = shapes_from_json(asked)
+    prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=shapes)
     given = len(prepared.examples) - 1
     if stored.variants != given:
         raise EncodingError(f"the stored simulation has graphs for {stored.variants} variants, other kinds of "

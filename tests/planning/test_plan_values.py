@@ -1,7 +1,9 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qtk
 from qtk.config.load import load_config
 from qtk.graph.coverage import unknown_ops
 from qtk.planning.planner import plan
@@ -88,3 +90,27 @@ def test_a_model_input_that_is_used_as_weight_is_quantized_as_an_activation():
     assert {site.name: reason for site, reason in decided.unquantized.items()} == {
         "bias:input": "read as bias, scale or shift by conv2d"
     }
+
+
+class Reversed(nn.Module):
+    """Divides by a standard deviation and multiplies with it again, as RevIN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        std = torch.sqrt(x.var(1, keepdim=True) + 1e-5)
+        return self.head(x / std) * std
+
+
+@pytest.mark.parametrize("config", ["default", "qnn_htp"])
+def test_a_divisor_stays_in_float_with_other_readers_too_and_what_its_root_is_taken_of(config):
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 64)[:, None]
+    sim = qtk.QuantSim(Reversed().eval(), x, config=config)
+    reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
+    why = "divides: a value that rounds to 0 would make the result infinite"
+    assert (reasons["sqrt:out"], reasons["add:out"]) == (why, why)
+    sim.compute_encodings([x], progress=False)
+    assert sim.model(x).isfinite().all()
+    assert {"x:input", "head.weight", "mul:out"} <= set(sim.quantizers)

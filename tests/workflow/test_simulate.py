@@ -9,7 +9,7 @@ from torch import nn
 
 import qtk
 from qtk.config.load import load_config
-from qtk.errors import ConfigError, EncodingError
+from qtk.errors import CaptureError, ConfigError, EncodingError
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.simulate import plan_by, settings_from_json, settings_to_json, simulate
 
@@ -67,8 +67,37 @@ def test_they_make_the_same_simulation(given):
     assert (again.config, again.dynamic_shapes, str(again.plan)) == (sim.config, sim.dynamic_shapes, str(sim.plan))
 
 
-def test_explicit_shapes_are_left_out():
-    sim = qtk.QuantSim(nn.Linear(3, 2).eval(), X, dynamic_shapes={"input": {0: "rows"}})
+NAMED = {"input": {0: "rows", 1: "frames"}}
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize(("shapes", "expected"), [("all", "all"), (None, None), (NAMED, NAMED)])
+def test_a_loaded_simulation_takes_the_sizes_that_the_saved_one_took(is_prepared, shapes, expected, tmp_path):
+    x, longer, model = torch.randn(2, 5, 3), torch.randn(4, 7, 3), nn.Linear(3, 2).eval()
+    if is_prepared:
+        sim = qtk.QuantSim(qtk.prepare_model(model, x, dynamic_shapes=shapes), x)
+    else:
+        sim = qtk.QuantSim(model, x, dynamic_shapes=shapes)
+    sim.compute_encodings([x], progress=False)
+    sim.save(tmp_path / "sim")
+    loaded = qtk.QuantSim.load(tmp_path / "sim", model, x)
+    assert loaded.dynamic_shapes == expected
+    if shapes is None:
+        with pytest.raises(CaptureError, match="captured for"):
+            loaded.model(longer)
+    else:
+        assert torch.equal(loaded.model(longer), sim.model(longer))
+    loaded.save(tmp_path / "again")
+    assert qtk.QuantSim.load(tmp_path / "again", model, x).dynamic_shapes == expected
+
+
+def test_shapes_inside_of_containers_are_left_out():
+    class Pair(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    pair = (X, X)
+    sim = qtk.QuantSim(Pair().eval(), (pair,), dynamic_shapes={"pair": ({0: "rows"}, {0: "rows"})})
     assert settings_to_json(sim, sim.model)["dynamic_shapes"] == "batch"
 
 
