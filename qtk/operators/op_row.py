@@ -122,6 +122,7 @@ class OpRow:
         data_arg: position of the argument that the weight is multiplied with; ``None``: no single one is.
         bias: argument position of the bias.
         divisors: argument positions at which a 0 makes the result infinite.
+        edged: its function is real on one side alone of a value that its operand may have.
         input_axis: of a movement op, maps an axis of the output to an axis of the input; ``None``: no axis maps.
         activation: it is an elementwise activation function of one value, which layer-wise methods may apply to the
             output of a layer.
@@ -148,6 +149,7 @@ class OpRow:
     data_arg: int | None = 0
     bias: int | None = None
     divisors: tuple[int, ...] = ()
+    edged: bool = False
     input_axis: InputAxis | None = None
     activation: bool = False
     arithmetic: bool = False

@@ -135,7 +135,7 @@ _add("abs", OpRow("abs", COMPUTE, scaling=Scaling.KEPT))
 for _kind in ("mean", "sum"):
     _add(_kind, OpRow(_kind, COMPUTE, scaling=Scaling.REDUCED))
 for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
-              "exp expm1 exp2 square sin cos tan asin acos atan sinh cosh "
+              "exp expm1 exp2 square sin cos tan asin acos atan sinh cosh acosh atanh "
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm prod cumsum cumprod "
               "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm special_erf outer cross kron cdist im2col col2im").split():
@@ -232,6 +232,7 @@ _extend("addcmul", feeding=Feeding.ADDED)
 _extend("mul multiply div true_divide divide", feeding=Feeding.SCALED)
 _extend("sqrt rsqrt log log10 log1p log2 logit asinh", feeding=Feeding.RELATIVE)
 _extend("sigmoid", feeding=Feeding.ORDER)
+_extend("acos asin acosh atanh", edged=True)
 _extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)
 _extend("add sub subtract rsub mul multiply div true_divide divide neg", precision=Precision.ABSOLUTE)
 _extend("exp exp2 expm1 sinh cosh", precision=Precision.EXPONENT)

@@ -290,7 +290,7 @@ class Draft:
         return nature is ValueKind.COUNT
 
     def divides(self, port: Port) -> bool:
-        """Says whether a 0 in the value at ``port`` makes the reader's result infinite, or that of the root of it."""
+        """Says whether a 0 in the value at ``port`` makes the result infinite, or what is divided by the result."""
         row = self.flow.row(port.user)
         if row is not None and row.kind == "sqrt":
             return any(self.divides(reader) for reader in self.flow.readers(port.user))

@@ -123,6 +123,8 @@ def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -
     is_output = all(map(is_result, readers))
     if any(draft.divides(port) for port in readers):
         draft.floats[node] = "divides: a value that rounds to 0 would make the result infinite"
+    elif any(row.edged for port in readers if (row := draft.flow.row(port.user)) is not None):
+        draft.floats[node] = "at the edge of where the function that reads it is real, which rounding may cross"
     elif is_output and draft.io is not None and draft.io.outputs == "float":
         draft.floats[node] = "io.outputs is float"
     else:

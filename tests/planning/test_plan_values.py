@@ -114,3 +114,29 @@ def test_a_divisor_stays_in_float_with_other_readers_too_and_what_its_root_is_ta
     sim.compute_encodings([x], progress=False)
     assert sim.model(x).isfinite().all()
     assert {"x:input", "head.weight", "mul:out"} <= set(sim.quantizers)
+
+
+class Domains(nn.Module):
+    """Functions that are real on one side alone of what they may read."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.body(x)
+        inside = torch.tanh(3 * y)
+        return torch.acosh(1 + y.square()), torch.atanh(inside * 0.9999), torch.acos(inside), torch.asin(-inside)
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime", "openvino"])
+def test_what_functions_read_at_the_edge_of_their_domain_stays_in_float(config):
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+    model = Domains().eval()
+    assert all(y.isfinite().all() for y in model(x))
+    sim = qtk.QuantSim(model, x, config=config)
+    sim.compute_encodings([x], progress=False)
+    assert all(y.isfinite().all() for y in sim.model(x))
+    reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
+    assert reasons["add:out"] == "at the edge of where the function that reads it is real, which rounding may cross"
+    assert {"body.weight", "x:input"} <= set(sim.quantizers)
