@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +272,7 @@ def _observed_on_data(
             if tokens is not None:
                 while_data_run.enter_context(tokens.listening())
             while_data_run.enter_context(samples.followed())
+            while_data_run.enter_context(_marks_told([site for site in observers if site.port == "input"]))
             run_all(simulation.model, data.batches, forward=data.forward if tokens is None else
                     tokens.forward(data.forward), num_batches=data.num_batches, label="calibrating",
                     progress=data.progress)
@@ -280,6 +281,17 @@ def _observed_on_data(
     except Exception as error:  # the other ranks are waiting
         problem = error
     return joined(observers, device_of(simulation.model), problem)
+
+
+@contextmanager
+def _marks_told(inputs: Sequence[Site]) -> Iterator[None]:
+    """Adds to an error for the values of an input which setting keeps NaN in it."""
+    try:
+        yield
+    except CalibrationError as error:
+        if any(f" {site.name}: " in str(error) for site in inputs):
+            raise CalibrationError(f"{error}; if NaN marks what is missing, io: {{inputs: float}}") from None
+        raise
 
 
 def _maskable_leaders(simulation: Simulation) -> set[Site]:

@@ -53,8 +53,7 @@ class Listener(Generic[ObservesT]):
         try:
             self.observer.observe(x)
         except CalibrationError as error:
-            missing = "; if NaN marks what is missing, io: {inputs: float}" if self.place.endswith(":input") else ""
-            raise CalibrationError(f"{self.place}: {error}{missing}") from None
+            raise CalibrationError(f"{self.place}: {error}") from None
 
     def observe_when_run(self, x: Tensor) -> None:
         """Adds a call of ``observe`` to the graph that is being compiled."""
