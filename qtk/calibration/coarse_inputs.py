@@ -59,9 +59,9 @@ class _Search:
         ops = [op for op in _readers(value, self._flow) if self._factors(op, value) is not None]
         for op in ops:
             found |= self.along(op)
-        quantizer = _quantizer(value)
+        quantizer = _quantizer(value) if ops else None
         step = _step(quantizer)
-        if quantizer is None or step is None or not ops:
+        if quantizer is None or step is None:
             return found
         steps = step * self._result_steps(value, torch.ones(()))
         if steps > LARGEST_STEP:

@@ -1,9 +1,9 @@
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 from qtk.export.onnx.outer_outputs import return_own_values
+from qtk.runtimes.session import create_session
 
 
 def branch(name, node, output):
@@ -24,7 +24,7 @@ def test_a_branch_returns_a_copy_of_what_it_has_from_outside(flag, tmp_path):
     graph = ir.Graph([flag_in, x], [y], nodes=[double, either], opset_imports={"": 19}, name="main")
     return_own_values(graph)
     ir.save(ir.Model(graph, ir_version=9), tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    session, _ = create_session(tmp_path / "model.onnx")
     values = np.array([1, 2], np.float32)
     (found,) = session.run(None, {"flag": np.array(flag), "x": values})
     assert np.array_equal(found, 2 * values if flag else -values)
