@@ -85,11 +85,11 @@ def calibrate(
 
     The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
     like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Where no mask
-    can be (``qtk.graph.masks``) a few such numbers are an error. Large arguments of exponentials are taken out too,
-    where the target computes in float what loses too much. Sites that are
+    can be (``qtk.graph.masks``) a few such numbers are an error. Large arguments of exponentials, and inputs in several
+    units (``coarse_inputs``), are taken out too, where the target computes in float what loses too much. Sites that are
     quantized dynamically need no data; they are only watched for sentinels. Scales of weights are raised where an int32
-    bias needs it, see ``raise_scales``. Where a process group is initialized, every
-    rank observes its own data and all get the same encodings.
+    bias needs it, see ``raise_scales``. Where a process group is initialized, every rank observes its own data and all
+    get the same encodings.
 
     Args:
         simulation: its model is changed.

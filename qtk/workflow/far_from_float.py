@@ -40,10 +40,12 @@ def far_from_float(
     for own, exact, which, output in zip(simulated, in_float, counted, names, strict=True):
         if not exact.is_floating_point() or own.shape != exact.shape:
             continue
+        if which is not None:
+            own, exact = own[which], exact[which]
         if bool((exact.isfinite() & ~own.isfinite()).any()):
             return [Finding(Level.RED, f"the simulation itself returns NaN or infinite values in {output}, which the "
                             "float model does not", f"{COMPARE} they begin; leave that in float")]
-        if bool(exact.any()) and (near := sqnr_db(exact, own, which)) < worst:
+        if bool(exact.any()) and (near := sqnr_db(exact, own, None)) < worst:
             worst, name = near, output
     if worst >= LEAST_DB:
         return []

@@ -192,3 +192,24 @@ def test_a_rule_on_what_is_excluded_says_so():
     rule = {"match": {"path": "left"}, "weight": {"bits": 4}}
     with pytest.raises(ConfigError, match="left is excluded by exclude: left"):
         branching_net.sim(lambda net, y: net.left(y), rules=[rule])
+
+
+def test_a_constant_operand_says_when_it_is_in_float():
+    class Standardized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.randn(4))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x - self.mean)
+
+    def planned(*rules):
+        return qtk.QuantSim(Standardized().eval(), torch.randn(2, 4), config={"version": 1, "rules": rules}).plan
+
+    rule = {"match": {"path": "sub"}, "input": "float"}
+    with pytest.raises(ConfigError, match="mean, a constant which it reads, stays in float where all other values"):
+        planned(rule)
+    plan = planned({"match": {"path": "x"}, "output": "float"})
+    assert "mean" not in by_name(plan)
+    assert "sub:out" in by_name(plan)

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.calls.calls import Call
 from qtk.report.verdict import OFF, Level
+from qtk.workflow.far_from_float import far_from_float
 
 
 class Inverse(nn.Module):
@@ -66,3 +68,11 @@ def test_a_simulation_near_the_float_model_is_green(tmp_path):
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     verdict = verdict_of(net, [torch.randn(64, 4)], tmp_path, config="onnxruntime")
     assert verdict.findings == ()
+
+
+def test_elements_that_do_not_count_have_no_part_in_it():
+    model, x = qtk.prepare_model(nn.ReLU(), torch.ones(4)), torch.ones(4)
+    spoilt, call = torch.tensor([1.0, torch.nan, -9, 1]), Call((x,), {}, None)
+    counted = torch.tensor([True, False, False, True])
+    assert far_from_float(model, call, [spoilt], [counted], ["y"]) == []
+    assert far_from_float(model, call, [spoilt], [None], ["y"])[0].level is Level.RED
