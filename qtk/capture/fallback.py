@@ -108,7 +108,7 @@ def capture_graph(
             if source is None:
                 return graph
             trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s),
-                             ones=around.ones)
+                             ones=around.ones, compared=calls)
             return _at_other_sizes(graph, source, trying, on_rung, verified)
         except OUT_OF_MEMORY:
             raise

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from qtk.calls.calls import Call, detached, distinct
-from qtk.calls.inputs import is_free
+from qtk.calls.calls import Call, detached
 from qtk.calls.served_sizes import BATCH, SIZES, Axis, ServedSizes, SizeLimit, evaluate
-from qtk.capture.free_shapes import LeafAxis, leaf_numbers
+from qtk.capture.free_axes import FreeAxes, Lengths
+from qtk.capture.free_shapes import LeafAxis
 from qtk.capture.prepared_model import REPORT, PreparedGraph
 from qtk.capture.recurrent_tracing import packing_checked
 from qtk.capture.verify_prepared import RunResult, eval_difference, eval_outcome, tensor_difference
@@ -39,8 +38,6 @@ READ = "the code reads its length as a number, or branches on it"
 
 _NO_MODE = contextlib.nullcontext()
 
-Lengths = Mapping[Axis, int]
-
 
 @dataclass(frozen=True, slots=True)
 class SizeGuard:
@@ -55,7 +52,7 @@ class SizeGuard:
     symbols: tuple[str, ...]
 
 
-class OtherSizes:
+class OtherSizes(FreeAxes):
     """Runs a module and its graph at other sizes than an example has, until the time is up.
 
     Args as of ``try_other_sizes``.
@@ -64,35 +61,14 @@ class OtherSizes:
     def __init__(
         self, model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float
     ) -> None:
+        super().__init__(graph, call)
         self._model, self._graph, self._cost_s = model, graph, cost_s
         self._deadline = time.perf_counter() + budget_s
-        self._args, self._kwargs = distinct((call.args, call.kwargs))
-        self._names: dict[int, str] = {}
-        self.numbers: dict[str, int] = {}
-        self.lengths: dict[Axis, int] = {}
-        self.symbols: dict[Axis, str] = {}
-        sizes: list[torch.SymInt] = []
-        leaves, numbers = graph.leaves(self._args, self._kwargs), leaf_numbers(self._args, self._kwargs)
-        for node, leaf in zip(graph.graph.find_nodes(op="placeholder"), leaves, strict=True):
-            value, name = node.meta.get("val"), str(node.target)
-            if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or leaf.layout is not torch.strided:
-                continue
-            self._names[id(leaf)], self.numbers[name] = name, numbers[id(leaf)]
-            for number, size in enumerate(value.shape):
-                self.lengths[name, number] = leaf.shape[number]
-                if is_free(size):
-                    assert isinstance(size, torch.SymInt)
-                    self.symbols[name, number] = str(size)
-                    sizes.append(size)
         known = {*self.symbols.values()}
         self.guards = [SizeGuard(f"{symbol} > 1", (symbol,)) for symbol in sorted(known)]
-        traced = [SizeGuard(*each) for each in size_guards(sizes[0]).items()] if sizes else []
+        traced = [SizeGuard(*each) for each in size_guards(self.sizes[0]).items()] if self.sizes else []
         self.guards += [guard for guard in traced
                         if guard.symbols and known.issuperset(guard.symbols)]
-
-    def axes_of(self, symbols: Collection[str]) -> list[Axis]:
-        """The axes whose lengths these symbols are."""
-        return [axis for axis, symbol in self.symbols.items() if symbol in symbols]
 
     def breaks(self, guard: SizeGuard, lengths: Lengths) -> bool:
         """Says whether these lengths break a condition of torch."""
@@ -162,26 +138,10 @@ class OtherSizes:
         except Exception:  # whatever the model raises, or memory ends
             return None
 
-    def call(self, lengths: Lengths) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, cut to these lengths, or with their first elements repeated behind the last."""
-
-        def resized(leaf: object) -> object:
-            name = self._names.get(id(leaf))
-            if not isinstance(leaf, Tensor) or name is None:
-                return leaf
-            for number, before in enumerate(leaf.shape):
-                length = lengths.get((name, number), before)
-                if length != before:
-                    leaf = leaf.index_select(number, torch.arange(length, device=leaf.device) % before)
-            return leaf
-
-        changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(resized, (self._args, self._kwargs))
-        return changed
-
 
 def try_other_sizes(
     model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float,
-    ones: Collection[LeafAxis] = (),
+    ones: Collection[LeafAxis] = (), compared: Collection[Call] = (),
 ) -> tuple[frozenset[LeafAxis], Call | None]:
     """Compares graph and module at other lengths of the free axes, and runs the module at others of the fixed ones.
 
@@ -195,12 +155,13 @@ def try_other_sizes(
         cost_s: duration of one comparison at the sizes of ``call``, in seconds.
         budget_s: time for all trials, in seconds; one that is expected to exceed it is not begun.
         ones: axes of length 1 that stay so.
+        compared: the calls that were compared already.
 
     Returns: the axes that are free in the graph, and for which it holds at the example's length alone; ``call`` with 2
         in place of 1 along axes that were asked to be free, if there are such and the module runs so.
     """
     trials, sizes = OtherSizes(model, graph, call, cost_s=cost_s, budget_s=budget_s), graph.sizes
-    limits, unfree = _limits(trials)
+    limits, unfree = _limits(trials, compared)
     fixed = dict(_fixed(trials, sizes))
     lines = [f"length fixed at {trials.lengths[axis]}: {why} (axis {axis[1]} of input {axis[0]})"
              for axis, why in fixed.items() if sizes.is_asked(axis)]
@@ -226,10 +187,10 @@ def other_length(length: int) -> int:
     return length - 1 if length > 2 else length + 1
 
 
-def _limits(trials: OtherSizes) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]:
+def _limits(trials: OtherSizes, known: Collection[Call]) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]:
     limits: list[SizeGuard] = []
     unfree: set[Axis] = set()
-    compared: list[Lengths] = []
+    compared = [*map(trials.lengths_in, known)]
 
     def served(lengths: Lengths) -> bool:
         return not unfree & lengths.keys() and not any(trials.breaks(guard, lengths) for guard in limits)
@@ -243,9 +204,12 @@ def _limits(trials: OtherSizes) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]
             limits.extend(found)
             unfree.update(axes)
 
+    num_joint = 0
     for lengths in _joint(trials):
-        compare(lengths)
-        if len(compared) == MAX_JOINT:
+        if lengths not in compared:
+            compare(lengths)
+        num_joint += lengths in compared
+        if num_joint == MAX_JOINT:
             break
     num_tried = 0
     for guard in sorted(trials.guards, key=_size):  # the others often follow from short ones
@@ -268,7 +232,8 @@ def _joint(trials: OtherSizes) -> Iterator[Lengths]:
     if not lengths:
         return
     batches = {length for (_, number), length in lengths.items() if number == 0}
-    yield {axis: other_length(length) for axis, length in lengths.items()}
+    yield {axis: min(other_length(length), 2 if length > 2 else 3) if length in batches else other_length(length)
+           for axis, length in lengths.items()}
     yield {axis: 1 if length in batches else max(length // 2, 2) for axis, length in lengths.items()}
     if len({*lengths.values()}) > 1:  # lengths that must be multiples of something
         yield {axis: 1 if length in batches else length for axis, length in lengths.items()}

@@ -18,6 +18,7 @@ from qtk.capture.buffer_writes import pass_on_buffers
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.fallback import Surroundings, capture_graph
 from qtk.capture.first_run import FirstRun, first_run
+from qtk.capture.free_axes import two_rows
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.held_tensors import own_tensors
 from qtk.capture.holders import warn_of_hooks
@@ -319,23 +320,33 @@ def _train_difference(
     train_only: TrainOnly,
 ) -> tuple[float | None, list[str]]:
     """The difference in train mode, ``None`` if it is too large or unknown, and notes."""
-    try:
-        with restored(model):
-            several = with_batch_of_two(model.eval(), args, kwargs) if prepared.report.dynamic else (args, kwargs)
-        equal = prepared.report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
-        return train_difference(
-            model, prepared, *several, in_eval=expected if equal else None, train_only=train_only.keys()
-        )
-    except VerificationError as error:
-        return None, [failure(model, args, kwargs, train_only, error)]
-    except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
-        return None, [f"train mode could not be compared: {first_line(error)}"]
+    whole = Call(args, kwargs, None)
+    few = _two_rows(model, prepared, whole) if prepared.report.dynamic else whole
+    for call in dict.fromkeys((few, whole)):
+        in_eval = expected if call is whole and prepared.report.eval_difference == 0.0 else None
+        try:
+            return train_difference(
+                model, prepared, call.args, call.kwargs, in_eval=in_eval, train_only=train_only.keys()
+            )
+        except VerificationError as error:
+            return None, [failure(model, call.args, call.kwargs, train_only, error)]
+        except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
+            reason = first_line(error)
+    return None, [f"train mode could not be compared: {reason}"]
+
+
+def _two_rows(model: nn.Module, prepared: PreparedModel, call: Call) -> Call:
+    """``call`` with two rows: a batch norm in train mode takes no single one, and of many two tell as much."""
+    if isinstance(prepared, PreparedGraph):
+        return two_rows(prepared, call)
+    with restored(model):
+        args, kwargs = with_batch_of_two(model.eval(), call.args, call.kwargs)
+    return call if args is call.args and kwargs is call.kwargs else Call(args, kwargs, None)
 
 
 def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return [*model.parameters(), *model.buffers(), *leaves]
-
 
 
 def _unregistered(model: nn.Module) -> Iterator[str]:

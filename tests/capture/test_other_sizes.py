@@ -9,7 +9,7 @@ from torch import nn
 import qtk
 from qtk.calls.calls import Call
 from qtk.capture.fallback import capture_graph
-from qtk.capture.other_sizes import OtherSizes, other_length, try_other_sizes
+from qtk.capture.other_sizes import other_length, try_other_sizes
 from qtk.errors import CaptureError
 
 
@@ -166,7 +166,7 @@ class Counted(nn.Module):
 def test_without_time_the_model_is_not_run_at_other_sizes():
     model, call = Counted(), Call((torch.randn(5, 3, 4),), {}, None)
     graph = capture_graph(model, [call], "all", verify=False)
-    for budget_s, expected in ((0.0, set()), (60.0, {(4, 2, 4), (1, 2, 4), (5, 1, 4), (5, 3, 3)})):
+    for budget_s, expected in ((0.0, set()), (60.0, {(2, 2, 4), (1, 2, 4), (5, 1, 4), (5, 3, 3)})):
         RUNS.clear()
         assert try_other_sizes(model, graph, call, cost_s=1e-6, budget_s=budget_s) == (frozenset(), None)
         assert set(RUNS) == expected
@@ -189,12 +189,27 @@ def test_the_time_of_a_slow_model_counts():
     assert 1 <= len(RUNS) <= 2
 
 
-def test_inputs_are_cut_or_repeated():
-    model, call = nn.Identity(), Call((torch.arange(6.0).view(2, 3),), {}, None)
-    trials = OtherSizes(model, capture_graph(model, [call], "all", verify=False), call, cost_s=0.0, budget_s=9.0)
-    (x,), _ = trials.call({("input", 0): 3, ("input", 1): 2})
-    assert x.tolist() == [[0.0, 1.0], [3.0, 4.0], [0.0, 1.0]]
+def test_another_length_is_near_and_not_1():
     assert [other_length(length) for length in (1, 2, 3, 9)] == [2, 3, 2, 8]
+
+
+def test_a_large_batch_is_tried_at_two_rows_and_at_one():
+    model, call = Counted(), Call((torch.randn(64, 3, 4),), {}, None)
+    graph = capture_graph(model, [call], "batch", verify=False)
+    RUNS.clear()
+    try_other_sizes(model, graph, call, cost_s=1e-6, budget_s=60.0)
+    assert RUNS[:2] == [(2, 3, 4), (1, 3, 4)]
+
+
+def test_sizes_that_were_compared_are_not_run_again():
+    model, call = Counted(), Call((torch.randn(1, 3, 4),), {}, None)
+    doubled = Call((torch.randn(2, 3, 4),), {}, None)
+    graph = capture_graph(model, [call], "batch", verify=False)
+    for compared in ([], [call]):
+        RUNS.clear()
+        try_other_sizes(model, graph, doubled, cost_s=1e-6, budget_s=60.0, compared=compared)
+        assert RUNS[0] == (3, 3, 4)
+        assert ((1, 3, 4) in RUNS) == (not compared)
 
 
 def test_ops_that_pad_a_length_are_no_loop_over_it():
