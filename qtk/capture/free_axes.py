@@ -80,6 +80,19 @@ class FreeAxes:
 def two_rows(graph: PreparedGraph, call: Call) -> Call:
     """``call`` with 2 rows where the batch is free, and with 2 along other free axes that have length 1 in it."""
     axes = FreeAxes(graph, call)
-    batches = {symbol for (_, number), symbol in axes.symbols.items() if number == 0}
-    lengths = {axis: 2 for axis, symbol in axes.symbols.items() if symbol in batches or axes.lengths[axis] == 1}
-    return Call(*axes.call(lengths), None) if any(axes.lengths[axis] != 2 for axis in lengths) else call
+    return _resized(axes, call, dict.fromkeys([*_of_rows(axes), *(a for a in axes.symbols if axes.lengths[a] == 1)], 2))
+
+
+def at_most_rows(graph: PreparedGraph, call: Call, rows: int) -> Call:
+    """``call`` with its first rows, so many at most, where the batch is free."""
+    axes = FreeAxes(graph, call)
+    return _resized(axes, call, {axis: min(axes.lengths[axis], rows) for axis in _of_rows(axes)})
+
+
+def _of_rows(axes: FreeAxes) -> list[Axis]:
+    """The axes whose length is a batch: free axes 0, and what is as long by the graph."""
+    return axes.axes_of({symbol for (_, number), symbol in axes.symbols.items() if number == 0})
+
+
+def _resized(axes: FreeAxes, call: Call, lengths: Lengths) -> Call:
+    return Call(*axes.call(lengths), None) if any(axes.lengths[axis] != lengths[axis] for axis in lengths) else call

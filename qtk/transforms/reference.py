@@ -6,13 +6,15 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from qtk.calls.calls import Call, detached
-from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.free_axes import at_most_rows
+from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.capture.verify_prepared import eval_outcome
 from qtk.torch_private import pytree
 from qtk.transforms.steps import Step, make, steps_of
@@ -25,18 +27,29 @@ ROUNDING = 10.0
 ill-conditioned model fall changes from input to input by almost as much."""
 
 
+MOST_ROWS = 4
+"""The rows of an example that are compared: a step that changes the function changes it for each of them."""
+
+
 class OriginalOutputs:
     """The outputs of a model in eval mode with a fixed seed, and the same in float64 if they are asked for.
 
     Args:
         model: the model before it is rewritten in steps, which replace its parameters and do not write to them.
-        call: the example inputs; the model's examples of other kinds of calls are added.
+        call: the example inputs, of which the first ``MOST_ROWS`` rows are taken if the model runs on them; the model's
+            examples of other kinds of calls are added.
     """
 
     def __init__(self, model: PreparedModel, call: Call) -> None:
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._original = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self._calls = [call, *model.examples[1:]]
+        with suppress(Exception):  # of a model that takes no other batch
+            few = at_most_rows(model, call, MOST_ROWS) if isinstance(model, PreparedGraph) else call
+            if few is not call:
+                self._outputs = _outputs(model, [few, *self._calls[1:]])
+                self._calls[0] = few
+                return
         self._outputs = _outputs(model, self._calls)
 
     def compare(self, model: PreparedModel) -> tuple[float, bool]:

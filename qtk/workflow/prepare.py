@@ -125,7 +125,8 @@ def prepare_model(
             every axis, unless that takes too long; ``None`` none; else as ``torch.export``, or with names, which files
             have too: ``{"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}}``, and then one graph or an error.
         modules_to_exclude: submodules, or their names, or one name, that stay in float, and so does what they read.
-        verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
+        verify: compare with the original on ``example_inputs`` in eval mode, and on two rows of them in train mode with
+            dropout off.
 
     Raises: CaptureError if the model does not run, cannot have the given dynamic shapes, or one graph serves two
         variants; VerificationError if no rung of the ladder computes what the model computes.

@@ -3,7 +3,7 @@ from torch import nn
 
 from qtk.calls.calls import Call
 from qtk.capture.fallback import capture_graph
-from qtk.capture.free_axes import FreeAxes, two_rows
+from qtk.capture.free_axes import FreeAxes, at_most_rows, two_rows
 from qtk.workflow.prepare import prepare_model
 
 
@@ -33,6 +33,15 @@ def test_two_rows_are_taken_along_every_axis_of_the_batch():
         assert [tuple(tensor.shape) for tensor in few.args] == [(2, 3), (2, 2, 3)]
         assert (few is call) == (rows == 2)
         assert torch.equal(few.args[0][0], call.args[0][0])
+
+
+def test_a_batch_is_cut_to_its_first_rows():
+    call = Call((torch.randn(9, 3), torch.randn(2, 9, 3)), {}, None)
+    graph = graph_of(Step(), call)
+    few = at_most_rows(graph, call, 4)
+    assert torch.equal(few.args[0], call.args[0][:4])
+    assert torch.equal(few.args[1], call.args[1][:, :4])
+    assert at_most_rows(graph, call, 9) is call
 
 
 def test_lengths_go_by_name_whatever_the_order_of_the_arguments():

@@ -100,3 +100,28 @@ def test_equal_infinities_and_nans_are_no_change():
     assert change([value], [value.clone()]) == (0.0, True)
     assert change([torch.zeros(2)], [torch.zeros(2)]) == (0.0, True)
     assert change([torch.ones(1)], []) == (math.inf, False)
+
+
+class Rows(nn.Module):
+    """Takes whole groups of ``groups`` rows."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.fc, self.groups, self.seen = nn.Linear(3, 3), groups, []
+
+    def forward(self, x):
+        if not torch.compiler.is_exporting():
+            self.seen.append(len(x))
+        return self.fc(x).view(-1, self.groups, 3)
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 4), (2, 4), (8, 16)])
+def test_of_a_large_example_a_few_rows_are_compared_if_the_model_takes_them(groups, rows):
+    model, x = Rows(groups).eval(), torch.randn(16, 3)
+    prepared = qtk.prepare_model(model, x)
+    reference = OriginalOutputs(prepared, Call((x,), {}, None))
+    assert reference._calls[0].args[0].shape == (rows, 3)
+    assert torch.equal(reference._calls[0].args[0], x[:rows])
+    assert reference.compare(prepared) == (0.0, True)
+    make(prepared, [ScaleParameter("fc.bias", torch.tensor([1.0, 1.0, 1.01]))])
+    assert not reference.compare(prepared)[1]
