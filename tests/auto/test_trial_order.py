@@ -117,6 +117,7 @@ def test_sites_are_ranked_again_where_dynamic_quantization_was_kept_meanwhile():
     def ranked():
         return Ranking((), {"x": 1.0, "y": 0.1}) if kept[-1].dynamic else Ranking(("a",), {})
 
-    for step, choices in trial_order(lambda: kept[-1], ranked, lambda choices: 1.0 + choices.dynamic, dynamic=True):
+    order = trial_order(lambda: kept[-1], ranked, lambda choices: 1.0 + choices.dynamic, dynamic=True)
+    for step, choices in order:
         kept += [choices] if step == DYNAMIC or choices.dynamic else []
     assert kept[-1] == Choices("min_max", precise=("x",), dynamic=True)
