@@ -159,6 +159,7 @@ LOGARITHMS = {
     "inverse_sigmoid": lambda y: torch.log(y.sigmoid().clamp(min=1e-5) / (1 - y.sigmoid()).clamp(min=1e-5)),
     "softmax": lambda y: y.softmax(-1).log2(),
     "entropy": lambda y: -(y.softmax(-1) * (y.softmax(-1) + 1e-9).log10()),
+    "xlogy": lambda y: torch.xlogy(y.sigmoid(), y.sigmoid() + 1e-9),
     "softplus": lambda y: nn.functional.softplus(y).log(),
 }
 
