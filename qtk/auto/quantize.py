@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
@@ -22,6 +22,7 @@ from qtk.auto.choices import Choices
 from qtk.auto.latency import WholeLatency
 from qtk.auto.metric import Evaluate, Metric
 from qtk.auto.promise import Promise
+from qtk.auto.ranking import Ranking
 from qtk.auto.token_metric import token_metric
 from qtk.auto.trial_builder import TrialBuilder
 from qtk.auto.trial_log import Measured, TrialLog
@@ -106,10 +107,10 @@ def quantize(
     What costs nothing at run time is tried first: plain calibration, ranges without outliers, equalization,
     SmoothQuant, layer-wise methods. Then, in the order of the time that the target's runtime is estimated to take
     with each (``qtk.auto.run_time``), the sites that lose most, up to half of all, are left in 16 bits, or in float
-    where the target has no fast kernels for them; and for a shipped target whose runtime quantizes activations at run
-    time as well, that is tried with 8 bits, second and measured beside plain calibration where it takes about the same
-    time. A step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with
-    it does not.
+    where the target has no fast kernels for them, then the sites that lose most alone, until one is left
+    (``qtk.auto.ranking``); and for a shipped target whose runtime quantizes activations at run time as well, that is
+    tried with 8 bits, second and measured beside plain calibration where it takes about the same time. A step is kept
+    if the error of the outputs falls on batches that calibration does not see, and the metric with it does not.
 
     Args:
         model: a float model, or a prepared one; it stays as it is.
@@ -191,6 +192,7 @@ class _Run:
 
     ``judge`` and ``metric``: what a trial is judged by, the second if there is one.
     ``begun``, ``time_limit``: of ``time.monotonic``, in seconds.
+    ``unranked``: choices whose sites cannot be ranked.
     """
 
     builder: TrialBuilder
@@ -205,6 +207,7 @@ class _Run:
     error: float = math.inf
     drop: float = math.inf
     sim: QuantSim | None = None
+    unranked: set[Choices] = field(default_factory=set)
 
     @property
     def promise(self) -> Promise | None:
@@ -216,7 +219,7 @@ class _Run:
         late = False
         steps = itertools.chain(
             [("plain calibration", first)],
-            trial_order(lambda: self.best or first, self._ranked, self._price,
+            trial_order(lambda: self.best or first, lambda: self._ranked(self.best or first), self._price,
                    dynamic=self.builder.dynamic is not None, few_bits=all(
                        isinstance(bits, int) and bits <= FEW_BITS
                        for bits in (self.builder.weight_bits, self.builder.activation_bits)))
@@ -330,21 +333,23 @@ class _Run:
         for index, factor in ((kept, 1.0), (len(trials) - 1, ratio)):
             trials[index] = replace(trials[index], latency_ms=factor * whole.first_ms)
 
-    def _ranked(self) -> list[str]:
-        """The sites; first the sites whose quantization adds most to the error of the outputs."""
-        ranking = self.log.ranking
-        if ranking is None and self.best is not None:
+    def _ranked(self, choices: Choices) -> Ranking:
+        """The sites that can be left precise beside these choices; none if they cannot be ranked."""
+        choices = replace(choices, layerwise=(), precise=())  # with the float weights
+        ranking = self.log.ranking(choices)
+        if ranking is None and choices not in self.unranked:
             begun = time.monotonic()
             try:
-                ranking = self.builder.ranking(replace(self.best, layerwise=()))  # which has the float weights
+                ranking = self.builder.ranking(choices)
             except OUT_OF_MEMORY:
                 raise
             except Exception as raised:  # what a model, or a user's forward, raises under gradients
                 reason = f"failed: {first_line(raised)}"
                 self.account.trials.append(Trial("ranking the sites", time.monotonic() - begun, reason=reason))
-                return []
-            self.log.ranking = ranking
-        return ranking or []
+                self.unranked.add(choices)
+            else:
+                self.log.add_ranking(choices, ranking)
+        return ranking or Ranking((), {})
 
     def _ended(self, *, late: bool) -> str:
         best = self.account.best

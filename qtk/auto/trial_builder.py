@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from qtk.analysis.sensitivity import sensitivity
 from qtk.auto.choices import Choices
+from qtk.auto.ranking import Ranking
 from qtk.auto.run_time import RunTime
 from qtk.auto.site_rules import SiteRules
 from qtk.capture.prepared_model import PreparedModel
@@ -17,7 +19,9 @@ from qtk.core.width import Width
 from qtk.data.forward_pass import Batch, Forward, run_batch
 from qtk.data.sequences import like
 from qtk.data.valid_tokens import Valid
-from qtk.errors import QtkError
+from qtk.errors import CalibrationError, QtkError
+from qtk.layerwise.layer_selection import select_layers
+from qtk.layerwise.methods import method
 from qtk.quantsim import QuantSim
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
@@ -62,25 +66,24 @@ class TrialBuilder:
         for name in choices.transforms:
             transform(name).apply(sim, self.batches, forward=self.forward, progress=False, valid=self.valid)
         sim.compute_encodings(self.batches, forward=self.forward, valid=self.valid, progress=False)
-        if choices.layerwise:
+        if choices.layerwise and (not choices.precise or _has_layers(sim, choices.layerwise)):
             apply_layerwise(sim, self.batches, choices.layerwise, forward=self.forward, valid=self.valid,
                             progress=False)
         return sim
 
-    def ranking(self, choices: Choices) -> list[str]:
-        """The names of the sites that can be left precise, most gain of the outputs first.
+    def ranking(self, choices: Choices) -> Ranking:
+        """The sites that can be left precise. Where the simulation loses too much for a loss, estimates rank them.
 
-        Sites that were not measured go by the estimate of what they cost alone; sites that cost nothing are left out.
+        Raises: CalibrationError if the outputs have no gradient.
         """
         names = SiteRules(self._planned(choices.scheme, self._base(choices)).simulation).names()
-        rows = sensitivity(self.simulation(choices).simulation, self.batches, forward=self.forward, valid=self.valid,
-                           progress=False)
-        gains: dict[str, float] = {}
-        for row in rows:
-            if (name := names.get(row.name)) is not None:
-                gain = row.increase if math.isnan(row.recovery) else row.recovery
-                gains[name] = max(gain, gains.get(name, 0.0))
-        return sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
+        simulation = self.simulation(choices).simulation
+        measure = partial(sensitivity, simulation, self.batches, forward=self.forward, valid=self.valid, progress=False)
+        try:
+            rows = measure()
+        except CalibrationError:  # the logarithm of what was rounded to 0
+            rows = measure(top=0)
+        return Ranking.of(rows, names)
 
     def price(self, choices: Choices, sim: QuantSim | None = None) -> float:
         """About how long a call takes over float's with these settings, see ``RunTime``; inf if they cannot be built.
@@ -119,3 +122,12 @@ class TrialBuilder:
     def _planned(self, scheme: str, config: QuantConfig) -> QuantSim:
         return QuantSim(self.model, self.example_inputs, scheme=scheme, weight_bits=self.weight_bits,
                         activation_bits=self.activation_bits, config=config)
+
+
+def _has_layers(sim: QuantSim, methods: Sequence[str]) -> bool:
+    """Says whether layer-wise methods have a layer to work on: precise sites may have left none."""
+    try:
+        select_layers(sim.simulation, [method(name) for name in methods], None)
+    except CalibrationError:
+        return False
+    return True

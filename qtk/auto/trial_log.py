@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qtk.atomic import write_file
 from qtk.auto.choices import Choices
+from qtk.auto.ranking import Ranking
 from qtk.errors import ConfigError
 
 FILE = "trials.json"
@@ -51,7 +52,7 @@ class TrialLog:
         self._path = None if directory is None else directory / FILE
         self._run = json.loads(json.dumps(run))
         self._results: dict[str, Measured] = {}
-        self._ranking: list[str] | None = None
+        self._rankings: dict[str, Ranking] = {}
         if self._path is not None and self._path.exists():
             self._read(self._path)
         try:
@@ -66,27 +67,30 @@ class TrialLog:
         self._results[_key(choices)] = measured
         self._write()
 
-    @property
-    def ranking(self) -> list[str] | None:
-        """The sites, worst first; ``None`` as long as nobody has ranked them."""
-        return self._ranking
+    def ranking(self, choices: Choices) -> Ranking | None:
+        """The ranking of the sites of these choices; ``None`` as long as nobody has ranked them."""
+        return self._rankings.get(_key(choices))
 
-    @ranking.setter
-    def ranking(self, sites: list[str]) -> None:
-        self._ranking = sites
+    def add_ranking(self, choices: Choices, ranking: Ranking) -> None:
+        self._rankings[_key(choices)] = ranking
         self._write()
 
     def _write(self) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             trials = [{"choices": json.loads(key), **asdict(each)} for key, each in self._results.items()]
-            content = {"run": self._run, "trials": trials, "ranking": self._ranking}
+            rankings = [{"choices": json.loads(key), "recovered": each.recovered, "alone": each.alone}
+                        for key, each in self._rankings.items()]
+            content = {"run": self._run, "trials": trials, "rankings": rankings}
             write_file(self._path, json.dumps(content).encode())
 
     def _read(self, path: Path) -> None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            run, self._ranking = content["run"], content["ranking"]
+            run = content["run"]
+            for record in content["rankings"]:
+                recovered, alone = tuple(map(str, record["recovered"])), dict(record["alone"])
+                self._rankings[_key(Choices.from_json(record["choices"]))] = Ranking(recovered, alone)
             for record in content["trials"]:
                 choices = Choices.from_json(record.pop("choices"))
                 self._results[_key(choices)] = Measured(**record)

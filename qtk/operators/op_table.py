@@ -140,7 +140,7 @@ for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
               "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm special_erf outer cross kron cdist im2col col2im").split():
     _add(_kind, OpRow(_kind, COMPUTE))
-for _kind in "log log10 log1p log2 logit asinh".split():
+for _kind in "log log10 log1p log2 logit asinh xlogy".split():
     _add(_kind, OpRow(_kind, COMPUTE, family="logarithm"))
 _add("adaptive_avg_pool2d", OpRow("adaptive_avg_pool2d", COMPUTE, family="avg_pool", fresh=True,
                                   scaling=Scaling.WINDOWED))
@@ -230,9 +230,9 @@ _extend("add sub subtract sum mean adaptive_avg_pool1d adaptive_avg_pool2d adapt
 _extend("lerp cumsum rsub", feeding=Feeding.RESULT)
 _extend("addcmul", feeding=Feeding.ADDED)
 _extend("mul multiply div true_divide divide", feeding=Feeding.SCALED)
-_extend("sqrt rsqrt log log10 log1p log2 logit asinh", feeding=Feeding.RELATIVE)
+_extend("sqrt rsqrt log log10 log1p log2 logit asinh xlogy", feeding=Feeding.RELATIVE)
 _extend("sigmoid", feeding=Feeding.ORDER)
-_extend("acos asin acosh atanh", edged=True)
+_extend("acos asin acosh atanh log log10 log1p log2 logit xlogy", edged=True)
 _extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)
 _extend("add sub subtract rsub mul multiply div true_divide divide neg", precision=Precision.ABSOLUTE)
 _extend("exp exp2 expm1 sinh cosh", precision=Precision.EXPONENT)

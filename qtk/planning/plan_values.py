@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from qtk.graph.flow import is_result, maker
-from qtk.graph.sites import exclusion, is_float
+from qtk.graph.sites import Port, exclusion, is_float
 from qtk.graph.written_buffers import is_input
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
@@ -94,6 +94,8 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
     readers = list(draft.flow.readers(node))
     if draft.io.inputs == "float":
         draft.floats[node] = "io.inputs is float"
+    elif (reason := _reason_of_readers(draft, readers)) is not None:
+        draft.floats[node] = reason
     elif any(draft.takes_data(port) for port in readers):
         draft.decide(node, decision, "model input" if node.op == "placeholder" else "buffer that forward writes")
     else:
@@ -121,11 +123,18 @@ def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -
     """Decides the value of a compute op (rules 1 and 9), observing ``io.outputs``."""
     readers = list(draft.flow.readers(node))
     is_output = all(map(is_result, readers))
-    if any(draft.divides(port) for port in readers):
-        draft.floats[node] = "divides: a value that rounds to 0 would make the result infinite"
-    elif any(row.edged for port in readers if (row := draft.flow.row(port.user)) is not None):
-        draft.floats[node] = "at the edge of where the function that reads it is real, which rounding may cross"
+    if (reason := _reason_of_readers(draft, readers)) is not None:
+        draft.floats[node] = reason
     elif is_output and draft.io is not None and draft.io.outputs == "float":
         draft.floats[node] = "io.outputs is float"
     else:
         draft.decide(node, decision, kind)
+
+
+def _reason_of_readers(draft: Draft, readers: list[Port]) -> str | None:
+    """Says why what reads a value would not be finite if the value were rounded; ``None`` if it is."""
+    if any(draft.divides(port) for port in readers):
+        return "divides: a value that rounds to 0 would make the result infinite"
+    if any(row.edged for port in readers if (row := draft.flow.row(port.user)) is not None):
+        return "at the edge of where the function that reads it is real, which rounding may cross"
+    return None

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import qtk
 from qtk.auto.choices import Choices
@@ -83,7 +84,29 @@ def test_the_ranking_is_by_the_error_that_each_site_adds():
         quantizer.mode = qtk.Mode.SIMULATE
     expected = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
     assert len(expected) > 2
-    assert trials.ranking(choices) == expected
+    assert trials.ranking(choices).recovered == tuple(expected)
+
+
+class Pole(nn.Module):
+    def forward(self, x):
+        return (x * 2.0 - 7.0).reciprocal()
+
+
+@pytest.mark.medium
+def test_a_simulation_that_is_not_finite_is_ranked_by_estimates():
+    data = [torch.linspace(0, 7.5, 64).reshape(8, 8) for _ in range(2)]  # in 4 bits, one code of x * 2 is 7
+    config = load_config({"version": 1, "rules": [{"match": {"op": "reciprocal"}, "output": "float"}]})
+    trials = TrialBuilder(qtk.prepare_model(Pole(), data[0]), data[0], config, 8, 4, data)
+    assert not trials.simulation(Choices("min_max")).model(data[0]).isfinite().all()
+    assert set(trials.ranking(Choices("min_max")).recovered) == {"x:input", "mul:out"}
+
+
+@pytest.mark.medium
+def test_layerwise_methods_that_precise_sites_leave_no_layer_are_left_out():
+    trials, weights = builder("onnxruntime"), ("0.weight", "2.weight", "4.weight")
+    made, expected = (trials.simulation(Choices("min_max", layerwise=methods, precise=weights))
+                      for methods in (("bias_correction",), ()))
+    assert torch.equal(outputs(made.model), outputs(expected.model))
 
 
 @pytest.mark.medium

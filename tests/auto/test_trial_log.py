@@ -6,6 +6,7 @@ import math
 import pytest
 
 from qtk.auto.choices import Choices
+from qtk.auto.ranking import Ranking
 from qtk.auto.trial_log import FILE, Measured, TrialLog
 from qtk.errors import ConfigError
 
@@ -27,17 +28,19 @@ def written(directory, run=RUN):
 
 def test_every_result_comes_back(tmp_path):
     folder = tmp_path / "a" / "b"  # which is made
-    written(folder).ranking = ["b", "a"]
+    ranking = Ranking(("b", "ü"), {"b": 1e-300, "a": math.inf})
+    written(folder).add_ranking(Choices("mse"), ranking)
     again = TrialLog(folder, RUN)
     assert {choices: again.find(choices) for choices in RESULTS} == RESULTS
-    assert again.ranking == ["b", "a"]
+    assert again.ranking(Choices("mse")) == ranking
+    assert again.ranking(Choices("min_max")) is None
     assert again.find(Choices("entropy")) is None
     assert [path.name for path in folder.iterdir()] == [FILE]
 
 
 def test_a_result_is_on_disk_as_soon_as_it_is_added(tmp_path):
     log = TrialLog(tmp_path, RUN)
-    assert TrialLog(tmp_path, RUN).ranking is None
+    assert TrialLog(tmp_path, RUN).ranking(Choices("mse")) is None
     for count, (choices, measured) in enumerate(RESULTS.items(), 1):
         log.add(choices, measured)
         assert TrialLog(tmp_path, RUN).find(choices) == measured
@@ -54,7 +57,7 @@ def test_the_last_result_of_the_same_choices_counts(tmp_path):
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = written(None)
-    log.ranking = ["a"]
+    log.add_ranking(Choices("mse"), Ranking(("a",), {}))
     assert log.find(Choices("min_max")) == RESULTS[Choices("min_max")]
     assert list(tmp_path.iterdir()) == []
 
@@ -70,8 +73,9 @@ def test_another_run_is_refused_by_the_settings_that_differ(other, named, tmp_pa
     assert (tmp_path / FILE).read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"run": {}, "ranking": null, "trials": [{}]}',
-                                  '{"run": {}, "ranking": null, "trials": [{"choices": {"scheme": "mse"}}]}'])
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"run": {}, "rankings": [], "trials": [{}]}',
+                                  '{"run": {}, "rankings": [], "trials": [{"choices": {"scheme": "mse"}}]}',
+                                  '{"run": {}, "rankings": [{}], "trials": []}'])
 def test_a_file_that_holds_no_trials_is_refused(text, tmp_path):
     (tmp_path / FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no trials that can be read"):

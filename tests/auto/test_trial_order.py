@@ -1,11 +1,13 @@
 """The order of trials follows from the choices that earlier trials kept."""
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.trial_order import CHAINS, DYNAMIC, LEARNED, MOST_PRECISE, TRIED_SCHEMES, TRIED_TRANSFORMS, trial_order
+from qtk.auto.ranking import Ranking
+from qtk.auto.trial_order import CHAINS, DYNAMIC, LEARNED, SAME, TRIED_SCHEMES, TRIED_TRANSFORMS, trial_order
 
 PLAIN = Choices("min_max")
 
@@ -15,10 +17,10 @@ def by_sites(choices):
     return 1.0 + len(choices.precise)
 
 
-def run(keeps, sites=(), first=PLAIN, price=by_sites, **options):
+def run(keeps, sites=(), first=PLAIN, price=by_sites, alone=MappingProxyType({}), **options):
     """Every step of a run that keeps the choices of which ``keeps`` is true."""
     kept, steps = [first], []
-    for step, choices in trial_order(lambda: kept[-1], lambda: sites, price, **options):
+    for step, choices in trial_order(lambda: kept[-1], lambda: Ranking(tuple(sites), alone), price, **options):
         steps.append((step, choices))
         if keeps(choices):
             kept.append(choices)
@@ -53,20 +55,11 @@ def test_a_scheme_is_not_tried_twice_in_a_row(scheme):
     assert all(choices.transforms == TRIED_TRANSFORMS[:1] for step, choices in steps if step.endswith(", after that"))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 1023])
-def test_precise_sites_double_up_to_their_largest_share(count):
-    sites = [f"site{index}" for index in range(count)]
-    tried = [choices.precise for _, choices in run(lambda choices: False, sites) if choices.precise]
-    counts = [1 << exponent for exponent in range(11) if exponent == 0 or 1 << exponent <= MOST_PRECISE * count]
-    counts += [int(MOST_PRECISE * count)] if counts[-1] < int(MOST_PRECISE * count) else []
-    assert tried == [tuple(sites[:number]) for number in (counts if count else [])]
-
-
 def test_sites_are_ranked_only_when_nothing_cheaper_is_left():
-    ranked, names = [], iter(trial_order(lambda: PLAIN, lambda: ranked.append(1) or ["a"], by_sites))
+    ranked, names = [], iter(trial_order(lambda: PLAIN, lambda: ranked.append(1) or Ranking(("a",), {}), by_sites))
     for step, _ in names:
         assert bool(ranked) == (step == "the worst site precise")
-    assert ranked == [1]
+    assert ranked
 
 
 def test_what_is_kept_counts_from_the_next_trial_on():
@@ -98,3 +91,33 @@ def test_later_trials_build_on_dynamic_quantization_that_was_kept():
     assert all(choices.dynamic for _, choices in steps)
     late = run(lambda choices: choices.dynamic, ["a"], dynamic=True, price=lambda choices: 1.0 + choices.dynamic)
     assert [choices for _, choices in late[-2:]] == [replace(PLAIN, precise=("a",)), replace(PLAIN, dynamic=True)]
+
+
+LOSSES = MappingProxyType({"a": 9.0, "b": 1.0, "c": 0.1, "d": 0.01})
+
+
+def test_sites_that_lose_most_alone_are_precise_when_nothing_else_is_left_and_no_set_twice():
+    tried = [choices.precise for _, choices in run(lambda choices: False, "dcba", alone=LOSSES) if choices.precise]
+    assert tried == [("d",), ("d", "c"), ("a",), ("a", "b"), ("a", "b", "c")]
+    tried = [choices.precise for _, choices in run(lambda choices: False, "bacd", alone=LOSSES) if choices.precise]
+    assert tried == [("b",), ("b", "a"), ("a",), ("a", "b", "c")]
+
+
+@pytest.mark.parametrize(("prices", "counts"), [
+    ((1.0, SAME, 2.0), [1, 2, 3]), ((1.5, 1.0, 0.99), [2, 3, 1]), ((3.0, 2.0, 1.0), [3, 2, 1]),
+])
+def test_of_sets_with_the_same_run_time_the_fewest_sites_come_first(prices, counts):
+    steps = run(lambda choices: False, alone=LOSSES, price=lambda choices: (0.0, *prices)[len(choices.precise)])
+    assert [len(choices.precise) for _, choices in steps if choices.precise] == counts
+
+
+def test_sites_are_ranked_again_where_dynamic_quantization_was_kept_meanwhile():
+    kept = [PLAIN]
+
+    def ranked():
+        return Ranking((), {"x": 1.0, "y": 0.1}) if kept[-1].dynamic else Ranking(("a",), {})
+
+    order = trial_order(lambda: kept[-1], ranked, lambda choices: 1.0 + choices.dynamic, dynamic=True)
+    for step, choices in order:
+        kept += [choices] if step == DYNAMIC or choices.dynamic else []
+    assert kept[-1] == Choices("min_max", precise=("x",), dynamic=True)

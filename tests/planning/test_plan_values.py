@@ -140,3 +140,60 @@ def test_what_functions_read_at_the_edge_of_their_domain_stays_in_float(config):
     reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
     assert reasons["add:out"] == "at the edge of where the function that reads it is real, which rounding may cross"
     assert {"body.weight", "x:input"} <= set(sim.quantizers)
+
+
+class Refined(nn.Module):
+    """A layer on what a function makes of another layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.body, self.delta, self.head = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.function(self.body(x)) + self.delta(x))
+
+
+LOGARITHMS = {
+    "inverse_sigmoid": lambda y: torch.log(y.sigmoid().clamp(min=1e-5) / (1 - y.sigmoid()).clamp(min=1e-5)),
+    "softmax": lambda y: y.softmax(-1).log2(),
+    "entropy": lambda y: -(y.softmax(-1) * (y.softmax(-1) + 1e-9).log10()),
+    "xlogy": lambda y: torch.xlogy(y.sigmoid(), y.sigmoid() + 1e-9),
+    "softplus": lambda y: nn.functional.softplus(y).log(),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", "qnn_htp", "onnxruntime"])
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_logarithms_of_small_values_are_held_and_have_finite_gradients(name, config):
+    model, x = Refined(LOGARITHMS[name]).eval(), 4 * torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    sim = qtk.QuantSim(model, x, config=config)
+    sim.compute_encodings([x], progress=False)
+    expected, got = model(x), sim.model(x)
+    assert 10 * torch.log10(expected.square().sum() / (expected - got).square().sum()) > 30
+    got.square().mean().backward()
+    assert all(each.grad.isfinite().all() for each in sim.weight_parameters() if each.grad is not None)
+    assert {"x:input", "body.weight", "delta.weight", "head.weight"} <= set(sim.quantizers)
+
+
+class OfInputs(nn.Module):
+    """Divides by one input, and takes the logarithm of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, std, energy):
+        return self.head(x / std) + self.head(energy.log())
+
+
+def test_inputs_that_divide_or_have_a_logarithm_stay_in_float():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    energy = torch.logspace(-6, 3, 64)[:, None].expand(64, 8).contiguous()
+    model, inputs = OfInputs().eval(), (x, energy.sqrt(), energy)
+    sim = qtk.QuantSim(model, inputs, config={"version": 1})
+    sim.compute_encodings([inputs], progress=False)
+    assert sim.model(*inputs).isfinite().all()
+    assert {name for name in sim.quantizers if name.endswith(":input")} == {"x:input"}
