@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ from qtk.errors import CaptureError
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter or buffer; the CPU if there is none."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
 LOAD = ("load the model without device_map (from_pretrained(…, device_map=None)), or model.load_state_dict(state, "
