@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from qtk.export.onnx.complex_ops import DECOMPOSED
 from qtk.export.onnx.further_decompositions import FURTHER
-from qtk.export.onnx.untranslated_ops import nodes_of
+from qtk.export.onnx.untranslated_ops import is_complex, nodes_of
 
 Table = Mapping[Callable[..., object], object]
 """Operator → what it is decomposed into."""
@@ -34,7 +35,7 @@ TRANSLATED = frozenset((
 def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
     """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table.
 
-    ``FURTHER`` belongs to each table.
+    ``FURTHER`` belongs to each table, and what complex numbers need to the table of a program that holds some.
 
     Returns: a list of the program that was returned last.
     """
@@ -75,7 +76,8 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
 def _decomposed(
     program: ExportedProgram, returned: list[ExportedProgram], table: Table | None = None, **options: bool
 ) -> ExportedProgram:
-    table = None if table is None else {**table, **FURTHER}
+    if table is not None:
+        table = {**table, **FURTHER, **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {})}
     if table is None or options or any(map(partial(_is_decomposed, table), nodes_of(program))):
         returned[0] = ExportedProgram.run_decompositions(program, table, **options)
     return returned[0]

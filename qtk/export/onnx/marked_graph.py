@@ -41,6 +41,7 @@ from qtk.export.free_axes import (
     warn_of_fixed_axes,
     warn_of_written_values,
 )
+from qtk.export.onnx.complex_ops import write_parts
 from qtk.export.onnx.decompositions import decompose_where_needed, write_decomposed
 from qtk.export.onnx.folded_constants import with_constants
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
@@ -158,6 +159,7 @@ def _marked(
                          and isinstance(leaf.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
     write_decomposed(graph)
+    write_parts(graph)
     found_where({Trait.WRITES}, held, lambda: _pass_buffers(graph), None)
     flat = fx.GraphModule(model, graph)
     if Trait.COMPOSITES in held:
