@@ -278,8 +278,10 @@ class _Witness:
             self._run_ops()
         runs = self.files.runs()
         circumstances = _circumstances(self.graph, self.path, self.kind)
-        found = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
+        found: Sequence[Finding] = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
         far = [] if self.judged is None else far_from_float(self.graph, *self.judged, self.files.outputs)
+        if any(finding.level is Level.RED for finding in far) and all(run.total is not None for run in runs):
+            found = [finding for finding in found if finding.level is not Level.RED]  # nobody can compare with NaN
         findings = sorted((*far, *found), key=lambda finding: finding.level is not Level.RED)
         return Verdict(self.path, SIMULATION, runs, (*findings, *self.notes), size_bytes(self.path), self.float_bytes,
                        timing=self.files.timing)
