@@ -68,7 +68,7 @@ class SiteErrors(list[SiteError]):
         rows = tuple(
             (error.site, f"{error.own_sqnr_db:.1f} dB", f"{error.sqnr_db:.1f} dB", f"{error.clipped:.2%}".replace(
                 "%", " %"), "" if math.isnan(error.range_filled) else f"{error.range_filled:.2f}",
-                *([_count(error, broken[0])] if broken else []))
+                *([_not_finite(error, broken[0])] if broken else []))
             for error in self
         )
         return Table(f"error of {len(self)} sites, {self.order}", columns, rows)
@@ -100,8 +100,8 @@ class SiteErrors(list[SiteError]):
             True, *_last(error.own_sqnr_db), *_last(error.sqnr_db))))
 
 
-def _count(error: SiteError, first: SiteError) -> str:
-    """How many values of a site are not finite."""
+def _not_finite(error: SiteError, first: SiteError) -> str:
+    """Says how many values of a site are not finite, and where they begin."""
     return "" if not error.not_finite else f"{error.not_finite}, the first" if error is first else str(error.not_finite)
 
 
