@@ -52,7 +52,7 @@ def test_sorting_is_compared_by_the_same_rule(tmp_path):
 
 @pytest.mark.medium
 def test_other_scores_are_a_departure(tmp_path):
-    sim, batches = exported("topk", tmp_path / "out")
+    _, batches = exported("topk", tmp_path / "out")
     other = qtk.QuantSim(Picked("topk").eval(), batches[0], config="onnxruntime")
     other.compute_encodings(batches, progress=False)
     assert other.verify_export(tmp_path / "out", batches, turns=0, progress=False).level is Level.RED
