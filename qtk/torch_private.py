@@ -41,11 +41,11 @@ __all__ = [
     "BatchNormBase", "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload",
     "TorchDispatchMode", "assert_when_run", "base_of", "below_autograd", "call_structure", "checking_sizes",
     "custom_functions", "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree",
-    "graph_from_bytes", "graph_to_bytes", "has_length_hint",
-    "hooks", "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export",
-    "is_traced", "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
-    "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
-    "saves_result", "schema_of", "size_guards", "storage_of", "version_of", "without_modes",
+    "graph_from_bytes", "graph_to_bytes", "has_length_hint", "has_onnx_function", "hooks",
+    "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
+    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept", "python_kernel",
+    "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names", "saves_result",
+    "schema_of", "size_guards", "storage_of", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF
@@ -53,6 +53,9 @@ rnn_kernels = torch._VF
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that another is a view of; ``None`` if that is no view."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor has been written in place."""
 
 assert_when_run: Callable[[Tensor, str], None] = torch._assert_async
 """Raises RuntimeError where a tensor is false, also in code that was compiled or traced, when that runs."""
@@ -99,8 +102,7 @@ def is_composed(op: object) -> bool:
 
 def call_structure(graph: fx.Graph) -> CallStructure | None:
     """The pytree structure of inputs and outputs of the generated ``forward``; ``None`` if they are flat."""
-    structure = getattr(graph._codegen, "pytree_info", None)
-    assert structure is None or isinstance(structure, CallStructure)
+    structure: CallStructure | None = getattr(graph._codegen, "pytree_info", None)
     return structure
 
 
@@ -190,12 +192,10 @@ def graph_from_bytes(data: bytes) -> fx.Graph:
 
 def _register_dataclasses(spec: pytree.TreeSpec | None) -> None:
     """Makes the dataclasses of a structure known to pytree, as capture did in the process that pickled it."""
-    if spec is None:
-        return
-    kind = spec.type
+    kind = getattr(spec, "type", None)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
         torch.export.register_dataclass(kind)
-    for branch in branches(spec):
+    for branch in () if spec is None else branches(spec):
         _register_dataclasses(branch)
 
 
@@ -261,11 +261,6 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
             decomposition_table[op] = decomposition
 
 
-def version_of(tensor: Tensor) -> int:
-    """Says how often ``tensor`` has been written in place."""
-    return tensor._version
-
-
 def storage_of(tensor: Tensor) -> int:
     """A number of the memory that ``tensor`` is in, also of one without data, as long as some tensor in it is held."""
     return int(tensor.untyped_storage()._cdata)
@@ -310,8 +305,7 @@ def without_modes() -> Iterator[None]:
 
 def is_in_onnx_export() -> bool:
     """``torch.onnx.is_in_onnx_export`` without importing the exporter, which needs packages that are an extra."""
-    loaded = "torch.onnx._internal.exporter._core" in sys.modules
-    return loaded and torch.onnx.is_in_onnx_export()
+    return "torch.onnx._internal.exporter._core" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 @contextlib.contextmanager
@@ -352,6 +346,13 @@ def _copied(registry: Any) -> Any:
     return copied
 
 
+def has_onnx_function(op: object, opset: int, *, is_complex: bool) -> bool:
+    """Says whether ``torch.onnx`` translates ``op``, of complex numbers or real ones; true if its registry moved."""
+    registry = _onnx_registry()
+    return registry is None or any(
+        each.is_complex is is_complex for each in registry.from_torchlib(opset_version=opset).get_decomps(op))
+
+
 def is_traced() -> bool:
     """Says whether a tracer, a dispatch mode or a function transform (make_fx, jit, vmap) is active."""
     return torch._C._len_torch_dispatch_stack() > 0 or (
@@ -360,8 +361,7 @@ def is_traced() -> bool:
 
 def hooks_on_saved_tensors_work() -> bool:
     """Says whether nobody has switched them off; checkpointing needs them."""
-    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return enabled
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

@@ -41,6 +41,7 @@ from qtk.torch_private import (
     graph_from_bytes,
     graph_to_bytes,
     has_length_hint,
+    has_onnx_function,
     hooks,
     hooks_on_saved_tensors_work,
     in_backward,
@@ -504,6 +505,19 @@ def test_in_backward():
     x.sum().backward()
     assert seen == [True]
     assert not in_backward()
+
+
+@pytest.mark.medium
+def test_has_onnx_function_knows_real_and_complex_operators(monkeypatch):
+    pytest.importorskip("onnxscript")
+    aten = torch.ops.aten
+    with onnx_translations_kept():
+        assert has_onnx_function(aten.relu.default, 19, is_complex=False)
+        assert not has_onnx_function(aten.relu.default, 19, is_complex=True)
+        assert has_onnx_function(aten.view_as_real.default, 19, is_complex=True)
+        assert not has_onnx_function(aten.linalg_inv_ex.default, 19, is_complex=False)
+    monkeypatch.setattr(torch_private, "_onnx_registry", lambda: None)
+    assert has_onnx_function(aten.linalg_inv_ex.default, 19, is_complex=False)
 
 
 @pytest.mark.medium

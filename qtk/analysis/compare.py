@@ -33,6 +33,7 @@ class _Sums:
     noise: float = 0.0
     worst: float = 0.0
     unpaired: int = 0
+    not_finite: int = 0
     own_signal: float = 0.0
     own_noise: float = 0.0
     elements: int = 0
@@ -43,6 +44,7 @@ class _Sums:
 
     def add(self, reference: Tensor, value: Tensor, quantizer: Quantizer) -> None:
         difference = (value - reference).double()
+        self.not_finite += int((reference.isfinite() & ~value.isfinite()).sum())
         self.signal += float(reference.double().square().sum())
         self.noise += float(difference.square().sum())
         if (encoding := quantizer.encoding) is not None and difference.numel():
@@ -62,11 +64,13 @@ class _Sums:
 
     def error(self, site: Site, spec: QuantSpec, encoding: Encoding | None) -> SiteError:
         return SiteError(
-            site.name, math.nan if self.unpaired and not self.signal else decibels(self.signal, self.noise),
+            site.name, math.nan if self.not_finite or (self.unpaired and not self.signal) else decibels(
+                self.signal, self.noise),
             math.nan if spec.dynamic else self.worst, self.unpaired,
             decibels(self.own_signal, self.own_noise) if self.elements else math.nan,
             self.clipped / max(self.elements, 1),
             math.nan if encoding is None or not self.ranged else range_filled(self.lowest, self.highest, spec),
+            self.not_finite,
         )
 
 
@@ -80,6 +84,8 @@ def compare(
     valid: Valid | None = None,
 ) -> SiteErrors:
     """Measures own and accumulated error and share clipped at every site, worst own error first; prints as a table.
+
+    Sites where the simulation alone is NaN or infinite come first, in order of execution: the first is the cause.
 
     >>> import qtk, torch
     >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
@@ -126,6 +132,7 @@ class _Comparison:
         self._references: dict[Site, list[Tensor]] = {site: [] for site in self._calls.sites}
         self._modes = {quantizer: quantizer.mode for quantizer in self._quantizers.values()}
         self._float_weights = FloatWeights(simulation)
+        self._executed: dict[Site, None] = {}
         self._simulating = False
         self._held = {  # by the model, which has other numbers in them when the simulation runs
             tensor.untyped_storage().data_ptr()
@@ -162,9 +169,9 @@ class _Comparison:
     def errors(self) -> SiteErrors:
         """The errors of all batches."""
         shared = self._simulation.quantizers
+        in_order = dict.fromkeys((*self._executed, *self._sums))
         return SiteErrors.ranked(
-            total.error(site, shared[site].spec, shared[site].encoding) for site, total in self._sums.items()
-        )
+            self._sums[site].error(site, shared[site].spec, shared[site].encoding) for site in in_order)
 
     def _record(self, quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(quantizer, Quantizer)
@@ -180,6 +187,7 @@ class _Comparison:
             else:
                 sums.add_own(value, value, None)
         else:
+            self._executed[site] = None
             reference = references.pop(0) if references else None
             if reference is None or reference.shape != value.shape:
                 sums.unpaired += 1

@@ -72,7 +72,7 @@ def compare(
             errors = errors if top is None else errors.top(top)
             records.append({"model": entry.name, "setting": name, "sites": [_record(error) for error in errors]})
             if not as_json:
-                title = f"{entry.name}, {name}: worst own error first"
+                title = f"{entry.name}, {name}: {errors.order}"
                 console.print(replace(errors.table(), title=title).rich())
     if as_json:
         console.print_json(json.dumps(records, allow_nan=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch import Tensor, fx
 
 from qtk.graph.flow import is_result, maker
 from qtk.graph.sites import Port, exclusion, is_float
@@ -17,6 +17,8 @@ from qtk.planning.draft import Draft, is_empty
 def plan_values(draft: Draft) -> None:
     """Decides every float value that an op computes, and every float input and state of the model.
 
+    What ops compute of complex numbers stays in float, and is listed.
+
     Requires: graphs inside composites are planned.
     Ensures: every such value is in ``values``, or in ``floats`` with the reason, unless a composite quantizes it
     inside, it is an input of a nested graph, or a constant that no op computes with.
@@ -25,6 +27,15 @@ def plan_values(draft: Draft) -> None:
     for node in draft.graph.nodes:
         if is_float(node) and node.op != "get_attr" and draft.flow.carried(node) is None:
             _plan_value(draft, node, inner.get(node))
+        elif _is_complex(draft, node):
+            draft.floats[node] = "complex numbers, which have no quantized form"
+
+
+def _is_complex(draft: Draft, node: fx.Node) -> bool:
+    """Says whether a parameter holds, or a compute op makes, complex numbers."""
+    value, row = node.meta.get("val"), draft.flow.row(node)
+    is_made = node.op == "get_attr" or (row is not None and row.role is Role.COMPUTE)
+    return is_made and isinstance(value, Tensor) and value.is_complex()
 
 
 def _inner_values(draft: Draft) -> dict[fx.Node, str]:

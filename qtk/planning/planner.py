@@ -105,7 +105,7 @@ def plan(
     Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule, or ``kv_cache``, has no effect, or if nothing would be
         quantized though the config asks for it; CaptureError if the example inputs did not reach a module with
-        parameters that is not excluded, or an op with weights reads complex or sparse tensors.
+        parameters that is not excluded, or an op with weights reads sparse tensors.
     """
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
@@ -174,18 +174,17 @@ def _follows_nothing(sites: Mapping[Site, SitePlan]) -> dict[Site, str]:
 
 
 def _refuse_other_numbers(draft: Draft) -> None:
-    """Raises: CaptureError naming the first op with weights that reads complex or sparse tensors."""
+    """Raises: CaptureError naming the first op with weights that reads sparse tensors."""
     for node in draft.graph.nodes:
         row = draft.flow.row(node)
         for port in ports(node) if row is not None and (row.weights or row.multiplies) else ():
-            value = port.value.meta["val"]
-            kind = value.dtype if value.is_complex() else value.layout
-            if kind is not torch.strided:
+            layout = port.value.meta["val"].layout
+            if layout is not torch.strided:
                 owner = label(node, OWNER)
                 way = "leave" if owner else "put it into a module of its own and leave"
                 raise CaptureError(
-                    f"{value_site(node)}: {op_name(node)} reads {str(kind).removeprefix('torch.')} tensors "
-                    f"({value_site(port.value)}); only dense tensors of real numbers can be quantized; {way} its "
+                    f"{value_site(node)}: {op_name(node)} reads {str(layout).removeprefix('torch.')} tensors "
+                    f"({value_site(port.value)}); only dense tensors can be quantized; {way} its "
                     "module in float: qtk.prepare_model(model, example_inputs, "
                     f"modules_to_exclude=[{owner or 'its path'!r}])"
                 )

@@ -23,6 +23,7 @@ from qtk.runtimes.op_runs import op_differences
 from qtk.runtimes.session import Optimizations, create_session, other_float_remedy, session_with
 from qtk.runtimes.site_outputs import site_outputs
 from qtk.runtimes.state_values import StateCodes
+from qtk.runtimes.tied_picks import lowest_index_first
 from qtk.runtimes.tolerance import tolerances_db
 
 VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs"
@@ -30,6 +31,8 @@ VERIFY = "sim.verify_export(directory, data) finds the first tensor that differs
 
 def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
     """Returns what ONNX Runtime computes otherwise than the simulation, with its optimizations off and on, a line each.
+
+    The simulation picks the lowest index of equal scores, as ONNX Runtime does.
 
     What float rounding explains, or is little beside the quantization error, does not count (``tolerances_db``). Nor
     does what a model amplifies though each op computes what was simulated: with the optimizations on, where it is
@@ -40,6 +43,11 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         graph: the simulating graph that it was exported from.
         call: a call of it, with all tensors of the inputs.
     """
+    with lowest_index_first(graph):
+        return _departures(file, graph, call)
+
+
+def _departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
     inputs = {name: value.detach().cpu() for name, value in file_inputs(graph, call).items()}
     expected, least_db = tensor_outputs(graph, call), tuple[float, ...]()
     codes = StateCodes(file) if STATES in graph.meta else None

@@ -32,6 +32,7 @@ from qtk.report.findings import Circumstances, agrees
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.runtimes.kinds import RUNTIMES, RuntimeKind
 from qtk.runtimes.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate
+from qtk.runtimes.tied_picks import lowest_index_first
 from qtk.runtimes.tolerance import tolerances_db
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.far_from_float import far_from_float
@@ -88,17 +89,19 @@ def verify_export(
     with folded(simulation) as deployed:  # as the files are: so are the float files that are made
         tokens = ValidTokens(deployed.model, valid)
         with _witnessing(deployed, Path(directory), kind, tokens, threads) as witnesses:
-            with tokens.listening():
+            with tokens.listening(), lowest_index_first(deployed.model) as ties:
                 run_all(deployed.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                         progress=progress)
             _refuse_other_calls(witnesses)
+            witnesses[0].notes += ties.findings()
             for witness in witnesses:
                 witness.stop()
                 if latency.turns and kind.untimed is None:
                     witness.measure(latency, progress=progress)
             tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in deployed.quantizers.items()
                                        if not quantizer.static})
-            verdicts = tuple(witness.verdict() for witness in witnesses)
+            with lowest_index_first(deployed.model):
+                verdicts = tuple(witness.verdict() for witness in witnesses)
             return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
 
 
@@ -278,8 +281,10 @@ class _Witness:
             self._run_ops()
         runs = self.files.runs()
         circumstances = _circumstances(self.graph, self.path, self.kind)
-        found = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
+        found: Sequence[Finding] = self.kind.judge(runs, replace(circumstances, tolerances_db=self._tolerances()))
         far = [] if self.judged is None else far_from_float(self.graph, *self.judged, self.files.outputs)
+        if any(finding.level is Level.RED for finding in far) and all(run.total is not None for run in runs):
+            found = [finding for finding in found if finding.level is not Level.RED]  # nobody can compare with NaN
         findings = sorted((*far, *found), key=lambda finding: finding.level is not Level.RED)
         return Verdict(self.path, SIMULATION, runs, (*findings, *self.notes), size_bytes(self.path), self.float_bytes,
                        timing=self.files.timing)

@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
 from tests.capture.islands import SIZES, simulated, weights
 from tests.zoo.prepared import slow_but
 from tests.zoo.python import PYTHON
@@ -150,6 +151,28 @@ def test_tokens_that_do_not_count_are_left_out_of_own_errors():
     assert counted["x:input"].own_sqnr_db > 35
     assert whole["x:input"].clipped == pytest.approx(0.4)
     assert whole["x:input"].own_sqnr_db < 1
+
+
+class Reciprocals(nn.Module):
+    """Infinite where the input is 0, and NaN where two infinite values are subtracted."""
+
+    def forward(self, x):
+        y = torch.reciprocal(x * 1.0)
+        return (y - y.square()) * 2.0
+
+
+def test_infinite_values_and_nan_come_first_in_order_of_execution():
+    x = torch.rand(16, 4) + 1
+    sim = qtk.QuantSim(Reciprocals().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.set_range("x:input", low=-1.0, high=0.0)
+    with in_mode([quantizer for name, quantizer in sim.quantizers.items() if name != "x:input"], Mode.BYPASS):
+        errors = sim.compare([x], progress=False)
+    broken = [error for error in errors if error.not_finite]
+    assert errors[:len(broken)] == broken
+    assert [error.site for error in broken] == ["reciprocal:out", "square:out", "sub:out", "mul_1:out"]
+    assert all(math.isnan(error.sqnr_db) and error.not_finite == x.numel() for error in broken)
+    assert math.isfinite(errors[len(broken)].sqnr_db)
 
 
 def test_a_bypassed_site_fills_no_range():

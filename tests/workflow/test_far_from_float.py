@@ -51,6 +51,35 @@ def test_a_simulation_that_returns_nan_is_red_also_where_a_later_call_does(tmp_p
     assert verdict.findings[0].cause.startswith("the simulation itself returns NaN or infinite values in output_0")
 
 
+class Angle(nn.Module):
+    """Computes with acosh, which is NaN below 1; a range of the input that ends there lets the simulation go below."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(torch.acosh(x * 1.0) * 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_is_not_blamed_for_a_simulation_of_nan_whose_first_site_compare_names(tmp_path):
+    torch.manual_seed(0)
+    x = 1 + 2 * torch.rand(64, 4)
+    sim = qtk.QuantSim(Angle().eval(), x, config={"version": 1, "io": {"outputs": "float"}})
+    sim.compute_encodings([x], progress=False)
+    sim.set_range("x:input", low=-1, high=0.5)
+    sim.export(tmp_path / "out", formats=("onnx",), progress=False)
+    verdict = sim.verify_export(tmp_path / "out", [x], turns=0, progress=False)
+    red = [finding.cause for finding in verdict.findings if finding.level is Level.RED]
+    assert red == ["the simulation itself returns NaN or infinite values in output, which the float model does not"]
+    errors = sim.compare([x], progress=False)
+    assert [(error.site, error.not_finite) for error in errors[:3]] == [
+        ("acosh:out", 256), ("mul_1:out", 256), ("x:input", 0)]
+    assert "NaN or infinite values begin at acosh:out" in str(errors)
+    assert "256, the first" in str(errors.top(1))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_simulation_far_from_the_float_model_is_yellow_whatever_the_file_computes(tmp_path):
     torch.manual_seed(0)

@@ -8,12 +8,16 @@ written as what they would become, so that mostly nothing is left to decompose.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
+
+from qtk.export.onnx.complex_ops import DECOMPOSED
+from qtk.export.onnx.further_decompositions import FURTHER
+from qtk.export.onnx.untranslated_ops import is_complex, nodes_of
 
 Table = Mapping[Callable[..., object], object]
 """Operator → what it is decomposed into."""
@@ -28,9 +32,16 @@ TRANSLATED = frozenset((
 """Operators outside of torch's core set that its exporter translates without decomposing them."""
 
 
-def decompose_where_needed(program: ExportedProgram) -> None:
-    """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table."""
-    program.run_decompositions = partial(_decomposed, program)
+def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
+    """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table.
+
+    ``FURTHER`` belongs to each table, and what complex numbers need to the table of a program that holds some.
+
+    Returns: a list of the program that was returned last.
+    """
+    returned = [program]
+    program.run_decompositions = partial(_decomposed, program, returned)
+    return returned
 
 
 def write_decomposed(graph: fx.Graph) -> None:
@@ -62,17 +73,14 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _decomposed(program: ExportedProgram, table: Table | None = None, **options: bool) -> ExportedProgram:
-    if table is None or options or any(map(partial(_is_decomposed, table), _nodes(program))):
-        decomposed: ExportedProgram = ExportedProgram.run_decompositions(program, table, **options)
-        return decomposed
-    return program
-
-
-def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
+def _decomposed(
+    program: ExportedProgram, returned: list[ExportedProgram], table: Table | None = None, **options: bool
+) -> ExportedProgram:
+    if table is not None:
+        table = {**table, **FURTHER, **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {})}
+    if table is None or options or any(map(partial(_is_decomposed, table), nodes_of(program))):
+        returned[0] = ExportedProgram.run_decompositions(program, table, **options)
+    return returned[0]
 
 
 def _is_decomposed(table: Table, node: fx.Node) -> bool:

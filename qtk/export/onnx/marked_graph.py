@@ -41,7 +41,9 @@ from qtk.export.free_axes import (
     warn_of_fixed_axes,
     warn_of_written_values,
 )
+from qtk.export.onnx.complex_ops import write_parts
 from qtk.export.onnx.decompositions import decompose_where_needed, write_decomposed
+from qtk.export.onnx.folded_constants import with_constants
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.names import name_nodes
 from qtk.export.onnx.onnxruntime.flat_linears import flatten_linears
@@ -50,8 +52,10 @@ from qtk.export.onnx.outer_outputs import return_own_values
 from qtk.export.onnx.padded_sequences import pad_sequences
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
+from qtk.export.onnx.site_markers import SITE_MARKER
 from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
+from qtk.export.onnx.untranslated_ops import UntranslatedError, untranslated
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
@@ -69,16 +73,6 @@ DOMAIN, MARKER, DYNAMIC_LSTM = "qtk", "FakeQuantize", "DynamicLSTM"
 """Of the operators that stand for others until a file is complete."""
 
 _TRANSLATED = torch.ops.aten.lstm.input, torch.ops.aten.gru.input
-
-torch.library.define("qtk::quantized_site", "(Tensor value, str site) -> Tensor")
-
-
-def _copy(value: Tensor, site: str) -> Tensor:
-    return value.clone()
-
-
-torch.library.impl("qtk::quantized_site", "CompositeExplicitAutograd", _copy)
-torch.library.register_fake("qtk::quantized_site", _copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +103,7 @@ def trace(
 ) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
+    What parameters alone decide is stored where ONNX has no operators for it (``with_constants``).
     Dimensions that are symbolic in the prepared graph stay dynamic. The buffers that it writes are inputs and outputs.
     With ``contrib_operators``, layers of recurrent nets that ONNX Runtime has an operator of its own for are nodes
     ``qtk::DynamicLSTM`` (``dynamic_lstms``).
@@ -127,15 +122,23 @@ def trace(
         flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         leaves = input_leaves(model.graph, *split_inputs(example_inputs))
-        program = _export(flat, [*leaves, *buffer_values(model).values()], free)
+        given = [*leaves, *buffer_values(model).values()]
+        program = _export(flat, given, free)
         begin("translating")
-        graph = _translate(program, opset)
+        try:
+            graph = _translate(program, opset)
+        except UntranslatedError as error:
+            folded = with_constants(flat, error.sites, {site.name: site.quantizer for site in sites})
+            if folded is None:
+                raise
+            program = _export(folded, given, free)
+            graph = _translate(program, opset)
     if not free:
         warn_of_fixed_axes(model.graph, program)
     warn_of_written_values(model)
     signature = file_signature(model)
-    given = [*input_names(model), *(given for given, _ in signature.buffers.values())]
-    return MarkedGraph(graph, _input_names(given, program, graph), tuple(signature.outputs), equal_axes(model))
+    names = [*input_names(model), *(name for name, _ in signature.buffers.values())]
+    return MarkedGraph(graph, _input_names(names, program, graph), tuple(signature.outputs), equal_axes(model))
 
 
 def _marked(
@@ -156,6 +159,7 @@ def _marked(
                          and isinstance(leaf.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
     write_decomposed(graph)
+    write_parts(graph)
     found_where({Trait.WRITES}, held, lambda: _pass_buffers(graph), None)
     flat = fx.GraphModule(model, graph)
     if Trait.COMPOSITES in held:
@@ -245,7 +249,7 @@ def _mark_sites(
         if call in sites:
             with copied.inserting_before(node):
                 marked = (replacement, sites[call].name)
-                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, marked)
+                replacement = copied.call_function(SITE_MARKER, marked)
         node.replace_all_uses_with(replacement)
         copied.erase_node(node)
     return any(call in sites for call in calls)
@@ -283,19 +287,23 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
+        SITE_MARKER: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
         **TRANSLATIONS, **OF_LENGTHS,
     }
     of_groups: Mapping[Callable[..., object], Callable[..., object]] = found_where(
         {"grouped_matmul"}, contents(program.graph.nodes), lambda: grouped_matmul_translations(program), {})
     table |= of_groups
+    decomposed = decompose_where_needed(program)
     try:
-        decompose_where_needed(program)
         with onnx_translations_kept(), lengths_stay_free(_TRANSLATED):
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
             )
     except Exception as error:
+        with onnx_translations_kept():
+            missing = untranslated(program, decomposed[0], table, opset)
+        if missing is not None:
+            raise missing from error
         raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}{_free_setting(program)}"
                           ) from error
     assert exported is not None

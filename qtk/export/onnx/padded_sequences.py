@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qtk.export.onnx.site_markers import is_marker
 from qtk.operators.lookup import row_of
 from qtk.operators.op_table import DROPOUT
 from qtk.operators.targets import packed_call
@@ -47,8 +48,7 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
 
 def hands_on(node: fx.Node, followed: Collection[str]) -> bool:
     """Says whether a node is of case 3: it keeps the elements of its input where they are."""
-    is_marker = node.target is torch.ops.qtk.quantized_site.default
-    return node.args[1] in followed if is_marker else row_of(node) is DROPOUT
+    return node.args[1] in followed if is_marker(node) else row_of(node) is DROPOUT
 
 
 class _Rewriting:

@@ -22,6 +22,7 @@ from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.export.onnx.scan_over_time import scan_over_time
+from qtk.export.onnx.site_markers import SITE_MARKER
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
@@ -124,10 +125,9 @@ def _dynamic_lstm(
     step: DynamicStep, x: Tensor, states: tuple[Tensor, ...], parameters: StepParameters, *, backwards: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     hidden, cell = states
-    mark = torch.ops.qtk.quantized_site
     output, *last = torch.ops.qtk.dynamic_lstm(
-        mark(x, step.x), mark(hidden, step.hidden), cell, parameters.w_ih, parameters.w_hh, parameters.b_ih,
-        parameters.b_hh, backwards,
+        SITE_MARKER(x, step.x), SITE_MARKER(hidden, step.hidden), cell, parameters.w_ih, parameters.w_hh,
+        parameters.b_ih, parameters.b_hh, backwards,
     )
     return output, tuple(last)
 
