@@ -10,7 +10,7 @@ import operator
 from collections.abc import Collection
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qtk.export.onnx.padded_sequences import PAD, elements, hands_on
 from qtk.operators.lookup import row_of
@@ -19,6 +19,8 @@ from qtk.operators.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 
 _ATEN = torch.ops.aten
+_MOVES = (_ATEN.to.dtype_layout, _ATEN.to.dtype, _ATEN.to.device)
+"""To another device, which files know nothing of, or another dtype."""
 
 
 def drop_sorting(graph: fx.Graph, followed: Collection[str]) -> None:
@@ -29,9 +31,18 @@ def drop_sorting(graph: fx.Graph, followed: Collection[str]) -> None:
         followed: as in ``pad_sequences``.
     """
     for node in list(graph.nodes):
+        if node.target in _MOVES and isinstance(source := node.args[0], fx.Node) and _dtype(node) == _dtype(source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in list(graph.nodes):
         if node.target is _ATEN.sort.default and node.args[2:] == (True,):
             _Sort(node, followed).drop()
     graph.eliminate_dead_code()
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 class _Sort:
