@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import HOST, Encoding, moved
 from qtk.errors import CheckError, EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
 from qtk.graph.simulation import Simulation
+from qtk.nn.mapped_weights import has_mapped
 from qtk.quantizers.modes import read_encodings
 from qtk.quantizers.quantizer import Mode, Quantizer
 
@@ -24,13 +26,15 @@ def check(simulation: Simulation) -> None:
     qtk.errors.CheckError: ... findings:...
 
     Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is disabled, has no
-        encoding or a malformed one, or a range that is not finite.
+        encoding or a malformed one, or a range that is not finite; a parameter that holds NaN, unless parameters
+        are mapped from files.
     """
     plan = simulation.plan
     quantizers = {site: simulation.quantizers[site] for site, decided in plan.items() if decided.leader is None}
     encodings = dict(zip(quantizers, read_encodings(list(quantizers.values())), strict=True))
     called = {str(node.target) for module in graphs(simulation.model).values() for node in quantizer_nodes(module)}
-    findings = []
+    findings = [f"{name}: holds NaN, as weights do after a step of training that diverged; load weights from before it"
+                for name in _with_nan(simulation.model)]
     for site, quantizer in quantizers.items():
         problem = _problem(quantizer, encodings[site])
         if quantizer_target(site) not in called:
@@ -39,6 +43,17 @@ def check(simulation: Simulation) -> None:
             findings.append(f"{site}: {problem}")
     if findings:
         raise CheckError(f"{len(findings)} finding{'s' * (len(findings) > 1)}:\n  " + "\n  ".join(findings))
+
+
+def _with_nan(model: nn.Module) -> list[str]:
+    """The names of parameters that hold NaN; of parameters that ranks share parts of nothing is known."""
+    parameters = {} if has_mapped(model) else {
+        name: parameter for name, parameter in model.named_parameters()
+        if type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
+        and not parameter.is_meta
+    }
+    sums = moved([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()], HOST)
+    return [name for name, total in zip(parameters, sums, strict=True) if bool(total.isnan())]
 
 
 def _problem(quantizer: Quantizer, encoding: Encoding | EncodingError | None) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from qtk.quantizers.bias_quantizer import BiasQuantizer
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
@@ -25,6 +26,18 @@ def test_the_simulation_compiles_without_a_graph_break(name):
     with torch.no_grad():
         expected, found = (pytree.tree_leaves(entry.run(each)) for each in (model, compiled))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True) if isinstance(a, Tensor))
+    torch.compiler.reset()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("learns", [False, True])
+def test_biases_in_int32_break_no_graph(learns):
+    entry, sim = ZOO["residual"], simulated("residual", config="onnxruntime")
+    assert any(isinstance(quantizer, BiasQuantizer) for quantizer in sim.quantizers.values())
+    if learns:
+        sim.learn_ranges()
+    compiled = torch.compile(sim.model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(entry.run(sim.model), entry.run(compiled))
     torch.compiler.reset()
 
 

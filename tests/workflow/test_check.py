@@ -40,3 +40,12 @@ def test_all_findings_are_listed_at_once(sim):
     sim.quantizers["x:input" if "x:input" in sim.quantizers else "input:input"].mode = qtk.Mode.BYPASS
     with pytest.raises(CheckError, match=r"2 findings:\n.*BYPASS.*\n.*OBSERVE"):
         sim.check()
+
+
+def test_a_weight_of_nan_is_found_before_a_file_is_written(sim, tmp_path):
+    with torch.no_grad():
+        sim.model.get_parameter("0.weight")[0, 0] = float("nan")
+    for act in (sim.check, lambda: sim.export(tmp_path / "out", progress=False)):
+        with pytest.raises(CheckError, match=r"0\.weight: holds NaN, as weights do after a step of training"):
+            act()
+    assert not (tmp_path / "out").exists()
