@@ -22,22 +22,24 @@ class Batches:
         locator: ``module:callable``.
         where: the key in the recipe, for messages.
         num_batches: how many are taken; ``None``: all.
+        labelled: whether a batch that is no pair is an error; else it is inputs alone, and its label ``None``.
     """
 
     locator: str
     where: str
     num_batches: int | None = None
+    labelled: bool = True
 
     def open(self) -> tuple[Iterator[tuple[Batch, object]], int | None]:
         """The batches of one pass, and their number if the source has a length or ``num_batches`` says it.
 
-        Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
-            pair, or there are no batches. Warns if a source without a length may have no end.
+        Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not
+            what it must be, or there are no batches. Warns if a source without a length may have no end.
         """
         source = load_callable(self.locator, where=self.where)
         if not isinstance(source, Iterable):
             raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
-                              "it must return an iterable of batches (inputs, label)")
+                              f"it must return an iterable of batches {'(inputs, label)' * self.labelled}".rstrip())
         count = min((number for number in (length_of(source), self.num_batches) if number is not None), default=None)
         batches = read(source, self.num_batches, unreadable=self._unreadable)
         return self._pairs(batches, is_finite=count is not None), count
@@ -65,10 +67,13 @@ class Batches:
                 warnings.warn(f"{self.where}: {self.locator} has no length and gave {MANY_BATCHES} batches so far; if "
                               "it never ends, stop, and say how many to take (data.num_batches, "
                               "data.num_evaluation_batches)", stacklevel=2)
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            if isinstance(batch, (tuple, list)) and len(batch) == 2:
+                yield batch[0], batch[1]
+                continue
+            if self.labelled:
                 shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
                 raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "
                                   "must be a pair (inputs, label)")
-            yield batch[0], batch[1]
+            yield batch, None
         if count == 0:
             raise ConfigError(f"{self.where}: {self.locator} gave no batch; return a list, a generator or a DataLoader")

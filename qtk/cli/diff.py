@@ -37,7 +37,8 @@ def diff(
     if named is not None and len(named) != 2:
         raise ConfigError(f"--runtimes takes two, with a comma between, got {runtimes!r}; write for example "
                           "onnxruntime-off,onnxruntime-on")
-    batches = None if data is None else (inputs for inputs, _ in Batches(data, "--data", num_batches).open()[0])
+    source = None if data is None else Batches(data, "--data", num_batches, labelled=False)
+    batches = None if source is None else (inputs for inputs, _ in source.open()[0])
     found = compare(first, second, batches, runtimes=named)
     if as_json:
         console.print_json(json.dumps(found.to_json(), allow_nan=False))

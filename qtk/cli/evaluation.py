@@ -57,7 +57,8 @@ class Evaluation:
         except ConfigError:
             raise
         except RAISED as error:
-            raise ConfigError(f"evaluation {self.name}: {what_it_did(error)}") from error
+            contract = "; it gets a list of pairs (output, label), and returns a number" if ":" in self.name else ""
+            raise ConfigError(f"evaluation {self.name}: {what_it_did(error)}{contract}") from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -28,7 +28,7 @@ def quantize_folder(
                           "or none")
     source = Path(folder).expanduser()
     target = output or source.with_name(f"{source.name}-{config or TARGET}")
-    batches = None if data is None else _Inputs(Batches(data, "--data", num_batches))
+    batches = None if data is None else _Inputs(Batches(data, "--data", num_batches, labelled=False))
     report = quantize_checkpoint(source, target, config=config or TARGET, methods=list(methods), data=batches,
                                  num_batches=num_batches, force=force, progress=progress)
     if report is not None:

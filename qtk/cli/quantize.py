@@ -100,7 +100,7 @@ def _measured_on(data: DataEntry) -> str:
 
 def calibration_of(recipe: Recipe) -> Batches:
     """Raises: ConfigError if the batches may have no end."""
-    batches = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
+    batches = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches, labelled=False)
     batches.require_end()
     return batches
 

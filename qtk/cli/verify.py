@@ -146,7 +146,7 @@ def _batches(data: str | None, num_batches: int | None) -> Iterator[object] | No
         raise ConfigError(f"--num-batches: got {num_batches}; must be at least 1, or left out for all")
     if data is None:
         return None
-    pairs, _ = Batches(data, "--data", num_batches).open()
+    pairs, _ = Batches(data, "--data", num_batches, labelled=False).open()
     return (inputs for inputs, _ in pairs)
 
 

@@ -26,7 +26,8 @@ class FileTensor:
         granularity: ``per_tensor``, ``per_channel``, ``per_token`` or ``per_block``.
         block_size: length of a block of a tensor in blocks.
         zero_points_are_0: ``None``: they are computed at run time.
-        codes: lowest and highest stored code; ``None`` if the file holds none.
+        codes: lowest and highest stored code; ``None`` if the file holds none, or an ONNX file computes with floats
+            and them alone.
         dynamic: whether its range is computed at run time.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -52,8 +54,8 @@ def _with_nan(model: nn.Module) -> list[str]:
         if type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
         and not parameter.is_meta
     }
-    sums = moved([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()], HOST)
-    return [name for name, total in zip(parameters, sums, strict=True) if bool(total.isnan())]
+    sums = moved([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()], HOST)  # one wait
+    return [name for name, total in zip(parameters, sums, strict=True) if math.isnan(total)]
 
 
 def _problem(quantizer: Quantizer, encoding: Encoding | EncodingError | None) -> str | None:

@@ -4,6 +4,7 @@ import importlib
 from itertools import islice
 
 import pytest
+import torch
 
 from qtk.cli.batches import Batches
 from qtk.errors import ConfigError
@@ -39,6 +40,14 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
 def test_what_is_no_data_is_answered_with_its_key(project, name, said):
     with pytest.raises(ConfigError, match=said):
         list(Batches(f"{project.module}:{name}", "data.x").open()[0])
+
+
+def test_batches_without_labels_are_inputs_where_no_label_is_read(project):
+    ((inputs, label),) = Batches(f"{project.module}:bare", "data.calibration", labelled=False).open()[0]
+    assert isinstance(inputs, torch.Tensor)
+    assert label is None
+    pairs = list(Batches(f"{project.module}:evaluation", "data.calibration", labelled=False).open()[0])
+    assert all(len(inputs) == len(label) for inputs, label in pairs)
 
 
 COUNTED = """

@@ -249,7 +249,7 @@ def test_batches_that_differ_between_passes_are_refused(project, tmp_path):
         ({"evaluation": "MODULE:text_measure"}, ConfigError, "text_measure: returned a str"),
         ({"data": {"calibration": "MODULE:calibration"}}, ConfigError, r"data\.evaluation: missing; .*qtk export"),
         ({"data": {"calibration": "MODULE:nothing", "evaluation": "MODULE:evaluation"}}, ConfigError, "gave no batch"),
-        ({"data": {"calibration": "MODULE:bare", "evaluation": "MODULE:evaluation"}}, ConfigError, "must be a pair"),
+        ({"data": {"calibration": "MODULE:evaluation", "evaluation": "MODULE:bare"}}, ConfigError, "must be a pair"),
     ],
 )
 def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):

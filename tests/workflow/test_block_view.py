@@ -30,8 +30,9 @@ def prepared_vit(depth):
 
 
 def vit(depth=3, **settings):
+    prepared = prepared_vit(depth)  # the first time it draws numbers
     torch.manual_seed(0)
-    sim = qtk.QuantSim(prepared_vit(depth), torch.randn(BATCH, 1, 8, 8), **settings)
+    sim = qtk.QuantSim(prepared, torch.randn(BATCH, 1, 8, 8), **settings)
     sim.compute_encodings([torch.randn(BATCH, 1, 8, 8)], progress=False)
     return sim
 

@@ -143,13 +143,20 @@ def _tensor(node: ir.Node, name: str) -> FileTensor:
     block_size = None if block is None or block.as_int() == 0 else block.as_int()
     dtype = _codes_dtype(codes, zero)
     dynamic = scale.const_value is None
-    stored = codes.const_value.numpy() if codes.const_value is not None and dtype not in _FLOATS else None
+    of_codes = codes.const_value is not None and dtype not in _FLOATS and not _meets_floats(readers)
+    stored = codes.const_value.numpy() if of_codes and codes.const_value is not None else None
     return FileTensor(
         name, _role(readers, dtype) if _is_stored(node) else "activations",
         frozenset(kind for reader, _ in readers for kind in _kinds(reader)), _FLOATS.get(dtype, dtype.lower()),
         _granularity(node, scale, block_size, dynamic=dynamic), block_size, _is_0(zero, dynamic=dynamic),
         None if stored is None or not stored.size else (int(stored.min()), int(stored.max())), dynamic,
     )
+
+
+def _meets_floats(readers: list[tuple[ir.Node, int]]) -> bool:
+    """Says whether every op that reads a tensor computes with floats, which no sum of codes overflows for."""
+    operands = [_op(reader).operands for reader, _ in readers]
+    return bool(operands) and not any(len(each) > 1 and all(each) for each in operands)
 
 
 def _is_stored(dequantize: ir.Node) -> bool:
