@@ -30,7 +30,6 @@ from qtk.export.onnx.onnxruntime.padded_channels import pad_channels
 from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
 from qtk.export.onnx.onnxruntime.qdq_barrier import PRODUCTS as WITH_WEIGHTS
 from qtk.export.onnx.onnxruntime.qdq_barrier import (
-    WITH_BIAS,
     keep_axis_scales_float,
     keep_float_biases,
     keep_float_weights,
@@ -130,7 +129,7 @@ BEFORE_SITES_ARE_LISTED = (
     Pass("keep_float_weights", "float weights between codes are rounded to 8 bits", "1.32",
          _of_graph(keep_float_weights), _any_of(*WITH_WEIGHTS)),
     Pass("keep_float_biases", "float biases of products without integer kernels are rounded", "1.32",
-         _of_graph(keep_float_biases), _any_of(*WITH_BIAS)),
+         _of_graph(keep_float_biases), _any_of(*WITH_WEIGHTS)),
     Pass("keep_axis_scales_float", "operators between codes with scales of an axis fail or take one scale", "1.32",
          _of_graph(keep_axis_scales_float)),
     Pass("quantize_around_movement", "the optimized graph of int8 values is refused", "1.31",

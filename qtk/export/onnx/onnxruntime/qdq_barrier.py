@@ -12,7 +12,7 @@ ONNX Runtime would compute in integers what it should not; values do not change.
 3. Of a Conv, ConvTranspose or Gemm whose input and weight are dequantized and whose result is quantized, a float bias
    is rounded to int32 in the scale of the products (1.32), as integer kernels need it: of 8-bit codes. Of other ones
    there are no such kernels, and it is rounded all the same. In 4 bits a step of the products is 1/57 of a step of the
-   result.
+   result. A MatMul of two axes, or of fixed lengths, and the Add of a bias are made a Gemm before.
 4. Computed values with a scale for each index of an axis: integer operators take one scale of what is computed.
    DequantizeLinear with the scales of heads and a product become MatMulIntegerToFloat, which is refused when it runs,
    for these are no scales of columns (1.32).
@@ -88,13 +88,24 @@ def _is_float_constant(value: ir.Value) -> bool:
 def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
     """Lets products with a float bias that have no integer kernel read their input through Max (case 3). In place."""
     for node in list(graph.all_nodes()):
-        if node.op_type not in WITH_BIAS or len(node.inputs) < 3:
+        bias = _bias(node)
+        if bias is None or not bias.is_initializer():
             continue
-        data, weight, bias = node.inputs[:3]
-        types = [_type_of_codes(value) for value in (data, weight)]
-        are_eight_bits = all(each in EIGHT_BITS for each in types)
-        if data is not None and bias is not None and bias.is_initializer() and None not in types and not are_eight_bits:
+        types = [_type_of_codes(value) for value in node.inputs[:2]]
+        data = node.inputs[0]
+        if data is not None and None not in types and not all(each in EIGHT_BITS for each in types):
             insert_barrier(data, [(node, 0)], names)
+
+
+def _bias(node: ir.Node) -> ir.Value | None:
+    """What is added to the product that a node computes, also where ONNX Runtime makes one op of product and sum."""
+    if node.op_type in WITH_BIAS:
+        return node.inputs[2] if len(node.inputs) > 2 else None
+    readers, shape = list(node.outputs[0].uses()), node.outputs[0].shape
+    if node.op_type != "MatMul" or len(readers) != 1 or shape is None or not (len(shape) == 2 or shape.is_static()):
+        return None
+    reader, index = readers[0]
+    return reader.inputs[1 - index] if reader.op_type == "Add" else None
 
 
 def _type_of_codes(value: ir.Value | None) -> ir.DataType | None:

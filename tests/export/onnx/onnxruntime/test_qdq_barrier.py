@@ -163,7 +163,15 @@ def test_quantized_weights_are_read_as_before(tmp_path):
     assert (kinds["QGemm"], kinds["Max"]) == (1, 0)
 
 
+class Rows(nn.Linear):
+    """A layer on rows of two axes, which it reads and returns with three."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1).reshape(-1, 16)).view(-1, 5, 8)
+
+
 BIASED = {
+    "rows": (lambda: Rows(16, 8), (64, 5, 16)),
     "linear": (lambda: nn.Linear(16, 8), (64, 16)),
     "conv": (lambda: nn.Conv2d(3, 8, 3), (4, 3, 9, 9)),
     "conv_relu": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), (4, 3, 9, 9)),
@@ -188,7 +196,7 @@ def test_float_biases_are_added_as_they_are(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["conv", "linear"])
+@pytest.mark.parametrize("name", ["conv", "linear", "rows"])
 def test_without_it_onnx_runtime_rounds_biases(name, tmp_path, monkeypatch):
     leave_out(monkeypatch, "keep_float_biases")
     assert differing(name, tmp_path / "out", weight_bits=4, activation_bits=4) > 0.005
