@@ -98,7 +98,7 @@ def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _bias(node: ir.Node) -> ir.Value | None:
-    """What is added to the product that a node computes, also where ONNX Runtime makes one op of product and sum."""
+    """Returns what is added to a product, also where ONNX Runtime makes one op of product and sum."""
     if node.op_type in WITH_BIAS:
         return node.inputs[2] if len(node.inputs) > 2 else None
     readers, shape = list(node.outputs[0].uses()), node.outputs[0].shape
