@@ -1,7 +1,8 @@
 """Times calibration with every scheme in multiples of the float model's forward over the same data.
 
-Every weight and activation is observed and searched (W8A8, default target). The schemes and the original model's
-forward take turns in one process; each figure is the median over the turns. No speed is given for a scheme unless every
+Every weight and activation is observed and searched (W8A8, default target). The schemes, the original model's forward,
+``prepare_model`` with ``QuantSim``, and the export of the first that torch.export makes with a free batch take turns in
+one process; each figure is the median over the turns. No speed is given for a scheme unless every
 site got an encoding. Weights are random: the time does not depend on them.
 
     python benchmarks/calibration/bench_schemes.py --csv schemes.csv
@@ -34,7 +35,7 @@ import qtk
 
 MODELS = ("vit_small_patch16_224", "resnet50")
 SCHEMES = ("min_max", "moving_average", "percentile", "mse", "activation_mse", "entropy", "tf_enhanced")
-ORIGINAL = "original fp32 forward"
+ORIGINAL, EXPORT, PREPARE = "original fp32 forward", "torch.export.export", "prepare_model and QuantSim"
 
 
 def forward(model: nn.Module, batches: list[Tensor]) -> None:
@@ -55,6 +56,9 @@ def measure(
     actions |= {
         scheme: lambda sim=sim: sim.compute_encodings(batches, progress=False) for scheme, sim in sims.items()
     }
+    free = ({0: torch.export.Dim.AUTO},)
+    actions[EXPORT] = lambda: torch.export.export(model, (batches[0],), dynamic_shapes=free)
+    actions[PREPARE] = lambda: qtk.QuantSim(qtk.prepare_model(model, batches[0]), batches[0])
     seconds: dict[str, list[float]] = {action: [] for action in actions}
     forward(model, batches[:1])
     for _ in range(repeats):
@@ -124,7 +128,7 @@ def main() -> None:
         print_memory(list(arguments.schemes))
         return
     rows: list[dict[str, object]] = []
-    with tqdm(total=(len(arguments.schemes) + 1) * arguments.repeats * len(arguments.models), unit="run") as progress:
+    with tqdm(total=(len(arguments.schemes) + 3) * arguments.repeats * len(arguments.models), unit="run") as progress:
         for name in arguments.models:
             rows += measure(name, list(arguments.schemes), arguments.batches, arguments.batch_size, arguments.repeats,
                             progress)
