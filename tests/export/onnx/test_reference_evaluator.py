@@ -12,14 +12,14 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
 CANNOT = {"all_transposed": "onnx's evaluator (seen in 1.23) has no ConvTranspose in groups",
-          "lstm": "onnx's evaluator has no DynamicQuantizeLSTM"}
+          **dict.fromkeys(("lstm", "recurrent_cells"), "onnx's evaluator has no DynamicQuantizeLSTM")}
 """Model of the zoo → what onnx's evaluator lacks for it."""
 
 
 @pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(
-    ZOO, "residual", "inverted_residual", "vit", "masked_fill", "concatenated", "recurrent_cells",
+    ZOO, "residual", "inverted_residual", "vit", "masked_fill", "concatenated",
 ))
 def test_it_computes_what_onnxruntime_does(name, tmp_path):
     if name in CANNOT:
