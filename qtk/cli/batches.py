@@ -39,7 +39,7 @@ class Batches:
         source = load_callable(self.locator, where=self.where)
         if not isinstance(source, Iterable):
             raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
-                              f"it must return an iterable of batches {'(inputs, label)' * self.labelled}".rstrip())
+                              "it must return an iterable of batches")
         count = min((number for number in (length_of(source), self.num_batches) if number is not None), default=None)
         batches = read(source, self.num_batches, unreadable=self._unreadable)
         return self._pairs(batches, is_finite=count is not None), count

@@ -13,6 +13,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
 from qtk.graph.simulation import Simulation
 from qtk.nn.mapped_weights import has_mapped
+from qtk.operators.targets import attribute
 from qtk.quantizers.modes import read_encodings
 from qtk.quantizers.quantizer import Mode, Quantizer
 
@@ -28,8 +29,8 @@ def check(simulation: Simulation) -> None:
     qtk.errors.CheckError: ... findings:...
 
     Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is disabled, has no
-        encoding or a malformed one, or a range that is not finite; a parameter that holds NaN, unless parameters
-        are mapped from files.
+        encoding or a malformed one, or a range that is not finite; a parameter in use that holds NaN, unless
+        parameters are mapped from files.
     """
     plan = simulation.plan
     quantizers = {site: simulation.quantizers[site] for site, decided in plan.items() if decided.leader is None}
@@ -48,11 +49,13 @@ def check(simulation: Simulation) -> None:
 
 
 def _with_nan(model: nn.Module) -> list[str]:
-    """The names of parameters that hold NaN; of parameters that ranks share parts of nothing is known."""
+    """The names of parameters that graphs read and that hold NaN; of parts that ranks share nothing is known."""
+    read = {id(attribute(graph, str(node.target)))
+            for graph in graphs(model).values() for node in graph.graph.find_nodes(op="get_attr")}
     parameters = {} if has_mapped(model) else {
         name: parameter for name, parameter in model.named_parameters()
-        if type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
-        and not parameter.is_meta
+        if id(parameter) in read and type(parameter) is nn.Parameter and parameter.is_floating_point()
+        and parameter.itemsize > 1 and not parameter.is_meta
     }
     sums = moved([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()], HOST)  # one wait
     return [name for name, total in zip(parameters, sums, strict=True) if math.isnan(total)]

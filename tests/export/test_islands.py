@@ -14,6 +14,8 @@ from tests.zoo.python import PYTHON
 
 ROUNDING = 1e-6
 """What float sums in another order may make of values about 1."""
+TIES = {"experts.2": 1}
+"""Island → values that may be another code: one of 184 is 7047.4996 steps, and floats there are 5e-4 steps apart."""
 
 
 @pytest.mark.sample(2)
@@ -27,11 +29,12 @@ def test_each_file_computes_what_its_island_computes(name, tmp_path):
     assert {island.path.stem for island in result.islands} == set(entry.islands)
     for island in result.islands:
         quantized = any(is_inside(site.owner, [island.path.stem.partition("@")[0]]) for site in sim.plan)
-        if quantized:  # a sum in another order may fall to the next code
-            assert island.exact.total.beyond_one_step == 0.0
-            assert island.exact.differing <= 0.01
+        total, ties = island.exact.total, TIES.get(island.path.stem, 0)
+        if quantized:
+            assert round(total.differing * total.elements) <= ties
+            assert total.beyond_one_step == 0.0
         else:
-            assert island.exact.max_difference <= ROUNDING
+            assert total.max_difference <= ROUNDING
 
 
 @pytest.mark.slow

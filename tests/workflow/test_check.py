@@ -49,3 +49,11 @@ def test_a_weight_of_nan_is_found_before_a_file_is_written(sim, tmp_path):
         with pytest.raises(CheckError, match=r"0\.weight: holds NaN, as weights do after a step of training"):
             act()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_parameter_that_nothing_reads_may_hold_anything():
+    model = nn.Linear(4, 4).eval()
+    model.unused = nn.Parameter(torch.full((3,), float("nan")))
+    sim = qtk.QuantSim(model, torch.randn(2, 4))
+    sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    sim.check()

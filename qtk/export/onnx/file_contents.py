@@ -143,8 +143,8 @@ def _tensor(node: ir.Node, name: str) -> FileTensor:
     block_size = None if block is None or block.as_int() == 0 else block.as_int()
     dtype = _codes_dtype(codes, zero)
     dynamic = scale.const_value is None
-    of_codes = codes.const_value is not None and dtype not in _FLOATS and not _meets_floats(readers)
-    stored = codes.const_value.numpy() if of_codes and codes.const_value is not None else None
+    has_codes = dtype not in _FLOATS and not _meets_floats(readers)
+    stored = codes.const_value.numpy() if codes.const_value is not None and has_codes else None
     return FileTensor(
         name, _role(readers, dtype) if _is_stored(node) else "activations",
         frozenset(kind for reader, _ in readers for kind in _kinds(reader)), _FLOATS.get(dtype, dtype.lower()),
