@@ -15,7 +15,7 @@ from qtk.calls.calls import detached
 from qtk.calls.signature import leaf_paths
 from qtk.capture.restored import noting_changes, restored
 from qtk.capture.train_mode.adopt_drops import adopt_drops
-from qtk.capture.train_mode.custom_backward import lost_backwards
+from qtk.capture.train_mode.custom_backward import lost_backwards, noting_custom_functions
 from qtk.capture.train_mode.without_dropout import WithoutDropout
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
@@ -145,7 +145,8 @@ def train_difference(
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    expected, drops = _train_outcome(original, args, kwargs, train_only)
+    with noting_custom_functions() as custom:
+        expected, drops = _train_outcome(original, args, kwargs, train_only)
     notes = list(adopt_drops(prepared, drops)) if drops else []
     if in_eval is not None and _does_the_same_in_both_modes(prepared):
         actual = in_eval
@@ -155,7 +156,7 @@ def train_difference(
         actual, _ = _train_outcome(prepared, args, kwargs, [modules[path] for path in paths if path in modules])
     notes += [
         f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
-        for name in lost_backwards(original, prepared, args, kwargs)
+        for name in (lost_backwards(original, prepared, args, kwargs) if custom else ())
     ]
     return _both_differences(expected, actual), notes
 

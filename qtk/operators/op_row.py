@@ -122,7 +122,7 @@ class OpRow:
         data_arg: position of the argument that the weight is multiplied with; ``None``: no single one is.
         bias: argument position of the bias.
         divisors: argument positions at which a 0 makes the result infinite.
-        edged: its function is real on one side alone of a value that its operand may have.
+        edged: its function, or the derivative of it, is finite on one side alone of a value that its operand may have.
         input_axis: of a movement op, maps an axis of the output to an axis of the input; ``None``: no axis maps.
         activation: it is an elementwise activation function of one value, which layer-wise methods may apply to the
             output of a layer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -294,7 +295,21 @@ class Draft:
         row = self.flow.row(port.user)
         if row is not None and row.kind == "sqrt":
             return any(self.divides(reader) for reader in self.flow.readers(port.user))
-        return row is not None and port.arg in row.divisors
+        exponent = self._exponent(port)
+        return row is not None and (port.arg in row.divisors or (exponent is not None and exponent < 0))
+
+    def meets_edge(self, port: Port) -> bool:
+        """Says whether the value at ``port`` may be where what reads it, or its derivative, stops being real."""
+        row, exponent = self.flow.row(port.user), self._exponent(port)
+        return row is not None and (row.edged or (exponent is not None and not exponent.is_integer()))
+
+    def _exponent(self, port: Port) -> float | None:
+        """The exponent to which the value at ``port`` is raised, NaN if it is no number; ``None`` if it is not."""
+        row = self.flow.row(port.user)
+        if row is None or row.kind != "pow" or port.arg != 0:
+            return None
+        exponent = port.user.args[1]
+        return float(exponent) if isinstance(exponent, (int, float)) else math.nan
 
     def takes_data(self, port: Port) -> bool:
         """Says whether the reader computes with the value at ``port``, or merges it."""

@@ -143,9 +143,9 @@ def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -
 
 
 def _reason_of_readers(draft: Draft, readers: list[Port]) -> str | None:
-    """Says why what reads a value would not be finite if the value were rounded; ``None`` if it is."""
+    """Says why what reads a value, or its gradient, may not be finite if that is rounded; ``None`` if it is."""
     if any(draft.divides(port) for port in readers):
         return "divides: a value that rounds to 0 would make the result infinite"
-    if any(row.edged for port in readers if (row := draft.flow.row(port.user)) is not None):
+    if any(draft.meets_edge(port) for port in readers):
         return "at the edge of where the function that reads it is real, which rounding may cross"
     return None

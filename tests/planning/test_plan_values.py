@@ -178,6 +178,41 @@ def test_logarithms_of_small_values_are_held_and_have_finite_gradients(name, con
     assert {"x:input", "body.weight", "delta.weight", "head.weight"} <= set(sim.quantizers)
 
 
+ROOTS = {
+    "magnitude": lambda y: (y[:, ::2].square() + y[:, 1::2].square() + 1e-9).sqrt().repeat(1, 2),
+    "power": lambda y: (y[:, ::2].square() + y[:, 1::2].square() + 1e-9).pow(0.5).repeat(1, 2),
+    "hypot": lambda y: torch.hypot(y[:, ::2], y[:, 1::2]).repeat(1, 2),
+    "compressed": lambda y: (y.abs() + 1e-6) ** 0.3,
+    "mean": lambda y: y.clamp(min=1e-3).pow(torch.tensor(2.7)).pow(1 / 2.7),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", "qnn_htp", "onnxruntime"])
+@pytest.mark.parametrize("name", ROOTS)
+def test_roots_of_small_values_have_finite_gradients(name, config):
+    model, x = Refined(ROOTS[name]).eval(), torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
+    sim = qtk.QuantSim(model, x[:64], config=config)
+    sim.compute_encodings([x], progress=False)
+    sim.model(x).square().mean().backward()
+    assert all(each.grad.isfinite().all() for each in sim.weight_parameters() if each.grad is not None)
+    assert {"x:input", "body.weight", "delta.weight", "head.weight"} <= set(sim.quantizers)
+
+
+@pytest.mark.filterwarnings("ignore:.*not held by their width")
+def test_a_negative_power_divides_and_whole_ones_are_rounded():
+    class Powers(nn.Module):
+        def forward(self, x):
+            return (x.square() + 1e-6) ** -2 + (x + 1) ** 3
+
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    sim = qtk.QuantSim(Powers(), x, config={"version": 1})
+    reasons = {site.name: reason.partition(":")[0] for site, reason in sim.plan.unquantized.items()}
+    assert reasons == {"add:out": "divides"}
+    sim.compute_encodings([x], progress=False)
+    assert sim.model(x).isfinite().all()
+
+
 class OfInputs(nn.Module):
     """Divides by one input, and takes the logarithm of another."""
 

@@ -11,14 +11,15 @@ from qtk.transforms.steps import ScaleParameter, make
 
 
 class Amplifying(nn.Module):
-    """The last bit of a float32 number in front of the sine moves the result by about 1e-3."""
+    """The last bit of a float32 number in front of the sine moves the result by about 3e-3."""
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x):
-        return self.last((1e4 * self.first(x)).sin())
+        return self.last((3e4 * self.first(x)).sin())
 
 
 def compared(model, dtype, *steps):
@@ -115,7 +116,7 @@ class Rows(nn.Module):
         return self.fc(x).view(-1, self.groups, 3)
 
 
-@pytest.mark.parametrize(("groups", "rows"), [(1, 4), (2, 4), (8, 16)])
+@pytest.mark.parametrize(("groups", "rows"), [(1, 2), (2, 2), (8, 16)])
 def test_of_a_large_example_a_few_rows_are_compared_if_the_model_takes_them(groups, rows):
     model, x = Rows(groups).eval(), torch.randn(16, 3)
     prepared = qtk.prepare_model(model, x)
@@ -125,3 +126,4 @@ def test_of_a_large_example_a_few_rows_are_compared_if_the_model_takes_them(grou
     assert reference.compare(prepared) == (0.0, True)
     make(prepared, [ScaleParameter("fc.bias", torch.tensor([1.0, 1.0, 1.01]))])
     assert not reference.compare(prepared)[1]
+    assert len(reference._calls[0].args[0]) == 16  # rows that differ do not tell why

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,14 +25,39 @@ def lost_backwards(
 ) -> list[str]:
     """Names of the custom ``torch.autograd.Function`` classes that ``original`` uses and ``prepared`` does not.
 
-    Runs both in train mode with gradients, unless no such class is defined; the state of both is restored.
+    Runs both in train mode with gradients; the state of both is restored.
     """
-    if not any(_is_custom(kind) for kind in _subclasses(torch.autograd.Function)):
-        return []
     lost = _backwards(original, args, kwargs)
     if lost and not isinstance(prepared, CapturedGraph):
         lost -= _backwards(prepared, args, kwargs)
     return sorted(lost)
+
+
+@contextmanager
+def noting_custom_functions() -> Iterator[set[str]]:
+    """Yields: the names of the custom functions whose forward has run in the body, in any mode.
+
+    Their forward is another while the body runs, for a user's code may hold their ``apply``.
+    """
+    names: set[str] = set()
+    forwards = {kind: vars(kind)["forward"] for kind in _subclasses(torch.autograd.Function)
+                if _is_custom(kind) and isinstance(vars(kind).get("forward"), staticmethod)}
+
+    def noting(name: str, forward: Callable[..., object]) -> Callable[..., object]:
+        @wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> object:
+            names.add(name)
+            return forward(*args, **kwargs)
+
+        return noted
+
+    try:
+        for kind, forward in forwards.items():
+            kind.forward = staticmethod(noting(kind.__qualname__, forward.__func__))  # type: ignore[method-assign]
+        yield names
+    finally:
+        for kind, forward in forwards.items():
+            kind.forward = forward  # type: ignore[method-assign]
 
 
 def _backwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:

@@ -4,7 +4,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from qtk.capture.train_mode.custom_backward import lost_backwards
+from qtk.capture.train_mode.custom_backward import lost_backwards, noting_custom_functions
 from qtk.workflow.prepare import prepare_model
 
 
@@ -95,3 +95,41 @@ def test_the_report_of_a_model_names_it():
 
     (note,) = prepare_model(Binary(), torch.randn(2, 3)).report.train_notes
     assert note.startswith("the backward of Sign is not captured")
+
+
+def test_only_a_model_that_runs_one_is_run_with_gradients():
+    held, modes = Sign.apply, []  # as users hold it, from before
+
+    class Model(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            if not torch.compiler.is_exporting():
+                modes.append(torch.is_grad_enabled())
+            return self.function(x)
+
+    assert prepare_model(Model(torch.sign), torch.randn(2, 3)).report.train_notes == ()
+    assert not any(modes)
+    (note,) = prepare_model(Model(held), torch.randn(2, 3)).report.train_notes
+    assert note.startswith("the backward of Sign is not captured")
+    assert any(modes)
+
+
+def test_functions_are_noted_as_they_run_and_stay_what_they_were():
+    class Scaled(Sign):  # whose forward is another's
+        pass
+
+    class Untouched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+    forward, x = vars(Sign)["forward"], torch.randn(3)
+    with noting_custom_functions() as names:
+        assert torch.equal(Scaled.apply(x), x.sign())
+    assert names == {"Sign"}
+    assert vars(Sign)["forward"] is forward
+    assert "forward" not in vars(Scaled)
+    assert torch.equal(Untouched.apply(x), x)

@@ -304,3 +304,10 @@ def test_a_forward_of_an_instance_comes_back():
     assert "forward" not in vars(model.inner[1])
     with as_ops(model.inner[0], {model.inner[0]: False}):  # what is captured by itself runs
         assert model.inner[0].forward is own
+
+
+def test_a_dropout_of_torch_that_drops_nothing_is_not_tried(monkeypatch):
+    runs, forward = [], nn.Dropout.forward
+    monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: runs.append(self.p) or forward(self, x))
+    assert found(Net(nn.Dropout(0.0), nn.Dropout(0.5))) == {"inner.0": False, "inner.1": False}
+    assert runs == [0.0, 0.5, 0.5]  # in eval mode each, and one in train mode
