@@ -50,6 +50,9 @@ Found = TypeVar("Found")
 FEW_BITS = 4
 """Bits of a parameter whose largest values cost the others more than they are worth."""
 
+FEWEST_BITS = 3
+"""Bits of an activation that are too few for a range of which data leave any part empty."""
+
 OF_FORMULAS = frozenset({"mul", "div", "neg", "pow"})
 OF_COUNTS = frozenset({Trait.INTEGERS, Role.COUNT, Role.CREATE, Trait.WRITES})
 OF_ABSOLUTE_VALUES = frozenset({Trait.INTEGERS, Precision.FRACTION})
@@ -272,7 +275,7 @@ class Draft:
             decision.setting.scheme or self._scheme_of(spec, static),
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
-            min_fill=0.0 if known is None else decision.setting.min_fill or 0.0,
+            min_fill=0.0 if known is None else _min_fill(spec, decision.setting),
             bounds=None if spec.dynamic else decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
@@ -290,26 +293,16 @@ class Draft:
             return not any(row.weights or row.multiplies for row in rows)
         return nature is ValueKind.COUNT
 
-    def divides(self, port: Port) -> bool:
-        """Says whether a 0 in the value at ``port`` makes the result infinite, or what is divided by the result."""
+    def why_float(self, port: Port) -> str | None:
+        """Says why what reads the value at ``port``, or its gradient, may not be finite if that is rounded."""
         row = self.flow.row(port.user)
-        if row is not None and row.kind == "sqrt":
-            return any(self.divides(reader) for reader in self.flow.readers(port.user))
-        exponent = self._exponent(port)
-        return row is not None and (port.arg in row.divisors or (exponent is not None and exponent < 0))
-
-    def meets_edge(self, port: Port) -> bool:
-        """Says whether the value at ``port`` may be where what reads it, or its derivative, stops being real."""
-        row, exponent = self.flow.row(port.user), self._exponent(port)
-        return row is not None and (row.edged or (exponent is not None and not exponent.is_integer()))
-
-    def _exponent(self, port: Port) -> float | None:
-        """The exponent to which the value at ``port`` is raised, NaN if it is no number; ``None`` if it is not."""
-        row = self.flow.row(port.user)
-        if row is None or row.kind != "pow" or port.arg != 0:
-            return None
-        exponent = port.user.args[1]
-        return float(exponent) if isinstance(exponent, (int, float)) else math.nan
+        power: object = port.user.args[1] if row is not None and row.kind == "pow" and port.arg == 0 else 1
+        exponent = float(power) if isinstance(power, (int, float)) else math.nan
+        if row is not None and (port.arg in row.divisors or exponent < 0):
+            return "divides: a value that rounds to 0 would make the result infinite"
+        if row is not None and (row.edged or not exponent.is_integer()):
+            return "at the edge of where the function that reads it is real, which rounding may cross"
+        return None
 
     def takes_data(self, port: Port) -> bool:
         """Says whether the reader computes with the value at ``port``, or merges it."""
@@ -387,6 +380,12 @@ def agrees(plan: SitePlan, wanted: SitePlan, decision: Decision) -> bool:
     """Says whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
     said = [name for name in ("scheme", "range", "min_fill", "bounds") if name in decision.origins]
     return plan.spec == wanted.spec and all(getattr(plan, name) == getattr(wanted, name) for name in said)
+
+
+def _min_fill(spec: QuantSpec, setting: TensorSetting) -> float:
+    """The share of a fixed range that data must fill: all of it in the fewest bits, where it depends on the data."""
+    share, is_float = setting.min_fill or 0.0, isinstance(spec.dtype, FloatDtype)
+    return 1.0 if share and not is_float and spec.dtype.bits <= FEWEST_BITS else share
 
 
 def _path(op: fx.Node) -> str:

@@ -73,7 +73,7 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
         if flow.is_static(port.value):
             _plan_parameter(draft, port, draft.of_parameter(port).bias, None, "bias", row.kind)
     for port in flow.data_ports(node):
-        if flow.is_parameter(port.value) and not draft.divides(port) and not draft.counts(node):
+        if flow.is_parameter(port.value) and draft.why_float(port) is None and not draft.counts(node):
             stream = decisions.stream
             decision = draft.rules.activation if stream is None else (
                 stream.elsewhere if row.multiplies else decisions.output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from qtk.graph.flow import is_result, maker
-from qtk.graph.sites import Port, exclusion, is_float
+from qtk.graph.sites import exclusion, is_float
 from qtk.graph.written_buffers import is_input
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Role
@@ -105,7 +105,7 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
     readers = list(draft.flow.readers(node))
     if draft.io.inputs == "float":
         draft.floats[node] = "io.inputs is float"
-    elif (reason := _reason_of_readers(draft, readers)) is not None:
+    elif (reason := next(filter(None, map(draft.why_float, readers)), None)) is not None:
         draft.floats[node] = reason
     elif any(draft.takes_data(port) for port in readers):
         draft.decide(node, decision, "model input" if node.op == "placeholder" else "buffer that forward writes")
@@ -134,18 +134,9 @@ def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -
     """Decides the value of a compute op (rules 1 and 9), observing ``io.outputs``."""
     readers = list(draft.flow.readers(node))
     is_output = all(map(is_result, readers))
-    if (reason := _reason_of_readers(draft, readers)) is not None:
+    if (reason := next(filter(None, map(draft.why_float, readers)), None)) is not None:
         draft.floats[node] = reason
     elif is_output and draft.io is not None and draft.io.outputs == "float":
         draft.floats[node] = "io.outputs is float"
     else:
         draft.decide(node, decision, kind)
-
-
-def _reason_of_readers(draft: Draft, readers: list[Port]) -> str | None:
-    """Says why what reads a value, or its gradient, may not be finite if that is rounded; ``None`` if it is."""
-    if any(draft.divides(port) for port in readers):
-        return "divides: a value that rounds to 0 would make the result infinite"
-    if any(draft.meets_edge(port) for port in readers):
-        return "at the edge of where the function that reads it is real, which rounding may cross"
-    return None
