@@ -23,7 +23,10 @@ from qtk.nn.eval_mode import evaluating
 from qtk.numerics import dynamic
 from qtk.numerics.affine import expand
 from qtk.numerics.codes import codes_of
+from qtk.operators.lookup import row_of
+from qtk.operators.op_row import Role
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.torch_private import schema_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +55,7 @@ class SimulatedSite:
 def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
     """The quantized values of ``model`` and its nested graphs, in order, with the current parameters.
 
-    A value without readers is left out, as it is from the exported graph.
+    A value of which nothing but its shape is read is left out, as it is from the exported graph.
 
     Raises: ExportError naming a site without an encoding.
     """
@@ -64,9 +67,9 @@ def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
 
 
 def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
-    nodes = quantizer_nodes(module)
+    nodes, read = quantizer_nodes(module), _read_values(module.graph)
     for node, quantizer in nodes.items():
-        if quantizer.mode is not Mode.SIMULATE or not node.users:
+        if quantizer.mode is not Mode.SIMULATE or node not in read:
             continue
         name = label(node, SITE)
         assert name is not None, f"{node} has no site"
@@ -76,6 +79,19 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
         assert isinstance(source, fx.Node)
         constant = None if quantizer.spec.dynamic else _constant(source, nodes)
         yield SimulatedSite(name, node, quantizer, quantizer.encoding, constant)
+
+
+def _read_values(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of whose values results are made; a tensor like another has its shape alone."""
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and node not in read:
+            continue
+        row, schema, inputs = row_of(node), schema_of(node.target), set(node.all_input_nodes)
+        if row is not None and row.role is Role.CREATE and schema is not None and schema.arguments[0].name == "self":
+            inputs -= {node.args[0]}
+        read |= inputs
+    return read
 
 
 def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor | None:

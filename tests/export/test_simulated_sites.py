@@ -9,6 +9,7 @@ from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.export.simulated_sites import compare_encodings, simulated_sites
+from qtk.runtimes.session import create_session
 
 
 class Net(nn.Module):
@@ -95,3 +96,40 @@ def test_equal_encodings_pass_in_any_order():
 def test_each_difference_names_its_site(stored, said):
     with pytest.raises(ExportError, match=said):
         compare_encodings(stored, {"a": encoding()})
+
+
+class Shapes(nn.Module):
+    """Reads the shape alone of one layer's result, and of another's the values too."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.like, self.a, self.b, self.c = like, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        b = self.b(x)
+        return self.c(b + self.like(self.a(x)) + self.like(b))
+
+
+LIKE = {
+    "zeros_like": torch.zeros_like,
+    "new_ones": lambda h: h.new_ones(h.shape),
+    "full_like": lambda h: torch.full_like(h, 2),
+    "through": lambda h: torch.ones_like(h.relu().transpose(0, 1)).transpose(0, 1),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+@pytest.mark.parametrize("like", LIKE)
+def test_what_is_read_for_its_shape_alone_is_no_site_of_a_file(like, config, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    sim = qtk.QuantSim(Shapes(LIKE[like]).eval(), x, config=config)
+    sim.compute_encodings([x], progress=False)
+    names = {site.name.partition(".")[0].partition(":")[0] for site in simulated_sites(sim.model)}
+    assert {"b", "c"} <= names
+    assert "a" not in names
+    sim.export(tmp_path / "file", formats=("onnx",), progress=False)
+    session, _ = create_session(tmp_path / "file" / "model.onnx")
+    (got,) = session.run(None, {"x": x.numpy()})
+    assert torch.allclose(torch.from_numpy(got), sim.model(x), atol=1e-5)
