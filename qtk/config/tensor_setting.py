@@ -41,7 +41,7 @@ class TensorSetting(BaseModel):
             other widths keep their range.
         range: fixed real range; not calibrated.
         min_fill: the share of ``range`` that data must fill for it to be taken; where they fill less, the range is
-            calibrated within it. Left out, it is taken whatever the data; in at most 3 bits they must fill all of it.
+            calibrated within it. Left out, it is taken whatever the data.
         bounds: limits of the calibrated range, ``null`` for none: ``[0.0, null]`` keeps it at or above 0.
         scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.
     """

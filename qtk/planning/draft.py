@@ -50,9 +50,6 @@ Found = TypeVar("Found")
 FEW_BITS = 4
 """Bits of a parameter whose largest values cost the others more than they are worth."""
 
-FEWEST_BITS = 3
-"""Bits of an activation that are too few for a range of which data leave any part empty."""
-
 OF_FORMULAS = frozenset({"mul", "div", "neg", "pow"})
 OF_COUNTS = frozenset({Trait.INTEGERS, Role.COUNT, Role.CREATE, Trait.WRITES})
 OF_ABSOLUTE_VALUES = frozenset({Trait.INTEGERS, Precision.FRACTION})
@@ -275,7 +272,7 @@ class Draft:
             decision.setting.scheme or self._scheme_of(spec, static),
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
-            min_fill=0.0 if known is None else _min_fill(spec, decision.setting),
+            min_fill=0.0 if known is None else decision.setting.min_fill or 0.0,
             bounds=None if spec.dynamic else decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
@@ -294,7 +291,7 @@ class Draft:
         return nature is ValueKind.COUNT
 
     def why_float(self, port: Port) -> str | None:
-        """Says why what reads the value at ``port``, or its gradient, may not be finite if that is rounded."""
+        """Says why what reads the value at ``port``, or its gradient, may be infinite if that is rounded; or ``None``."""
         row = self.flow.row(port.user)
         power: object = port.user.args[1] if row is not None and row.kind == "pow" and port.arg == 0 else 1
         exponent = float(power) if isinstance(power, (int, float)) else math.nan
@@ -380,12 +377,6 @@ def agrees(plan: SitePlan, wanted: SitePlan, decision: Decision) -> bool:
     """Says whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
     said = [name for name in ("scheme", "range", "min_fill", "bounds") if name in decision.origins]
     return plan.spec == wanted.spec and all(getattr(plan, name) == getattr(wanted, name) for name in said)
-
-
-def _min_fill(spec: QuantSpec, setting: TensorSetting) -> float:
-    """The share of a fixed range that data must fill: all of it in the fewest bits, where it depends on the data."""
-    share, is_float = setting.min_fill or 0.0, isinstance(spec.dtype, FloatDtype)
-    return 1.0 if share and not is_float and spec.dtype.bits <= FEWEST_BITS else share
 
 
 def _path(op: fx.Node) -> str:

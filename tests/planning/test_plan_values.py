@@ -214,18 +214,6 @@ def test_a_negative_power_divides_and_whole_ones_are_rounded():
     assert sim.model(x).isfinite().all()
 
 
-@pytest.mark.parametrize(("bits", "is_fixed"), [(2, False), (3, False), (4, True), (8, True)])
-def test_in_the_fewest_bits_the_range_of_a_gate_is_calibrated_unless_it_is_fixed_by_hand(bits, is_fixed):
-    x, by_hand = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), {"range": [-1.0, 1.0]}
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())  # neither fills all of its range
-    for rules in ([], [{"match": {"op": "tanh"}, "output": by_hand}]):
-        sim = qtk.QuantSim(model, x, config={"version": 1, "extends": "default", "rules": rules}, activation_bits=bits)
-        sim.compute_encodings([x], progress=False)
-        spans = [float(sim.quantizers[f"{name}:out"].encoding.scale) * (2**bits - 1) for name in ("1", "3")]
-        assert (spans[0] > 1.99) == (is_fixed or bool(rules))
-        assert (spans[1] > 0.99) == is_fixed
-
-
 class OfInputs(nn.Module):
     """Divides by one input, and takes the logarithm of another."""
 
