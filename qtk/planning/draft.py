@@ -291,7 +291,7 @@ class Draft:
         return nature is ValueKind.COUNT
 
     def why_float(self, port: Port) -> str | None:
-        """Says why what reads the value at ``port``, or its gradient, may be infinite if that is rounded; or ``None``."""
+        """Says why what reads the value at ``port``, or its gradient, may be infinite if that is rounded, or None."""
         row = self.flow.row(port.user)
         power: object = port.user.args[1] if row is not None and row.kind == "pow" and port.arg == 0 else 1
         exponent = float(power) if isinstance(power, (int, float)) else math.nan
