@@ -206,6 +206,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         sizes: ServedSizes = self.__dict__.get("meta", {}).get(SIZES, ServedSizes())
         limits = [f"if self.checks_limits() and not ({limit}): self.refuse_traced({str(limit)!r})\n"
                   for limit in sizes.limits]
+        limits = ["import math\n" for _ in limits[:1]] + limits  # torch's conditions call its functions
         with self.graph.on_generate_code(lambda _: lambda lines: [check, *limits, *lines]):
             code = super().recompile()
         self.sign()
