@@ -45,7 +45,7 @@ __all__ = [
     "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
     "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept", "python_kernel",
     "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names", "saves_result",
-    "schema_of", "size_guards", "storage_of", "version_of", "without_modes",
+    "schema_of", "size_guards", "size_text", "storage_of", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF
@@ -102,8 +102,7 @@ def is_composed(op: object) -> bool:
 
 def call_structure(graph: fx.Graph) -> CallStructure | None:
     """The pytree structure of inputs and outputs of the generated ``forward``; ``None`` if they are flat."""
-    structure: CallStructure | None = getattr(graph._codegen, "pytree_info", None)
-    return structure
+    return getattr(graph._codegen, "pytree_info", None)
 
 
 def load_decomposed_ops() -> None:
@@ -160,8 +159,7 @@ def graph_to_bytes(graph: fx.Graph, metadata: Collection[str]) -> bytes:
     for node in graph.nodes:
         args, kwargs = (fx.node.map_arg(each, numbers.__getitem__) for each in (node.args, node.kwargs))
         meta = {key: value for key, value in node.meta.items() if key in metadata}
-        stack = meta.get("nn_module_stack")
-        if stack:  # path and type of each module; a type may be local to a function
+        if stack := meta.get("nn_module_stack"):  # path and type of each module; a type may be local to a function
             meta["nn_module_stack"] = {key: (path, str(kind)) for key, (path, kind) in stack.items()}
         records.append((node.op, node.target, args, kwargs, node.name, node.type, meta))
     return GraphPickler.dumps((records, graph._codegen), Options(ops_filter=None))
@@ -206,18 +204,24 @@ def drop_input_guards(program: ExportedProgram) -> None:
 
 def size_guards(size: torch.SymInt) -> dict[str, tuple[str, ...]]:
     """The conditions under which the graph of ``size`` was traced, as Python expressions → the free sizes in them."""
+    shape_env: Any = size.node.shape_env
+    conditions = [shape_env.replace(guard.expr) for guard in shape_env.guards]
+    return {size_text(each): tuple(sorted(map(str, each.free_symbols))) for each in conditions}
+
+
+def size_text(size: Any) -> str:
+    """A size, or what sympy has of one or of a condition, as Python; as sympy writes what torch cannot write."""
     from torch.utils._sympy.printers import PythonPrinter  # loads sympy
 
-    shape_env: Any = size.node.shape_env
-    conditions = {PythonPrinter().doprint(each): each for each in (shape_env.replace(g.expr) for g in shape_env.guards)}
-    return {text: tuple(sorted(map(str, each.free_symbols))) for text, each in conditions.items()}
+    with contextlib.suppress(NotImplementedError, AssertionError, TypeError):
+        return str(PythonPrinter().doprint(size.node.expr if isinstance(size, torch.SymInt) else size))
+    return str(size)
 
 
 @contextlib.contextmanager
 def checking_sizes(check: Callable[[], object]) -> Iterator[None]:
     """Calls ``check`` when tracers of this thread evaluate or bound a symbolic size; what it raises ends them."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
-
     thread = threading.get_ident()
 
     def checked(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,9 +234,8 @@ def checking_sizes(check: Callable[[], object]) -> Iterator[None]:
 
     names = ("evaluate_expr", "_maybe_evaluate_static", "bound_sympy", "replace", "simplify")
     with contextlib.ExitStack() as stack:
-        for name, method in [(name, getattr(ShapeEnv, name)) for name in names if hasattr(ShapeEnv, name)]:
-            setattr(ShapeEnv, name, checked(method))
-            stack.callback(setattr, ShapeEnv, name, method)
+        for name in filter(functools.partial(hasattr, ShapeEnv), names):
+            stack.enter_context(mock.patch.object(ShapeEnv, name, checked(getattr(ShapeEnv, name))))
         yield
 
 
@@ -280,10 +283,9 @@ def length_when(length: int | torch.SymInt, factors: Mapping[str, int]) -> int:
     """A length of the example inputs with the free sizes that ``factors`` names multiplied by these."""
     if isinstance(length, int):
         return length
-    expression: Any = length.node.expr
-    shape_env: Any = length.node.shape_env
-    hints = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
-    return int(expression.xreplace({size: hints[size] * factors.get(str(size), 1) for size in expression.free_symbols}))
+    node: Any = length.node
+    hints = getattr(node.shape_env, "backed_var_to_val", None) or node.shape_env.var_to_val
+    return int(node.expr.xreplace({size: hints[size] * factors.get(str(size), 1) for size in node.expr.free_symbols}))
 
 
 def has_length_hint(length: int | torch.SymInt) -> bool:
@@ -390,11 +392,9 @@ def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:
     """The ``torch.autograd.Function`` classes in the autograd graph behind ``output``."""
     seen, pending = set(), [output.grad_fn]
     while pending:
-        node = pending.pop()
-        if node is None or node in seen:
+        if (node := pending.pop()) is None or node in seen:
             continue
         seen.add(node)
         pending += [source for source, _ in node.next_functions]
-        function = getattr(node, "_forward_cls", None)
-        if function is not None:
+        if (function := getattr(node, "_forward_cls", None)) is not None:
             yield function

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import math
 import pickle
 from functools import partial
 
@@ -63,6 +64,7 @@ from qtk.torch_private import (
     saves_result,
     schema_of,
     size_guards,
+    size_text,
     storage_of,
     version_of,
     without_modes,
@@ -556,6 +558,18 @@ def test_size_guards_are_conditions_under_which_a_graph_was_traced():
     guards = size_guards(columns)
     assert guards[f"({rows} % 2) == 0"] == (str(rows),)
     assert guards[f"{columns} != 7"] == (str(columns),)
+
+
+def test_size_text_is_python():
+    class Resized(nn.Module):
+        def forward(self, x):
+            return x.new_zeros(math.trunc(x.shape[0] * 1.5))
+
+    program = torch.export.export(Resized(), (torch.ones(4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    (x,) = program.graph.find_nodes(op="placeholder")
+    (made,) = program.graph.output_node().all_input_nodes
+    (length,), (other,) = x.meta["val"].shape, made.meta["val"].shape
+    assert size_text(other) == f"math.trunc(1.5000000000000000*torch.sym_float({size_text(length)}))"
 
 
 class Stop(BaseException):

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.calls.served_sizes import size_at
+from qtk.calls.size_expressions import size_at
 from qtk.core.plan import leaders
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -24,7 +24,7 @@ from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Product
 from qtk.operators.targets import called_module
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import length_hint, pytree
+from qtk.torch_private import length_hint, pytree, size_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class MatrixProduct:
     @staticmethod
     def lengths_of(value: Tensor, sizes: Mapping[str, int]) -> list[int]:
         """The shape of a value with some lengths of the free sizes; a length of other names is that at capture."""
-        known = (length if isinstance(length, int) else size_at(str(length), sizes) for length in value.shape)
+        known = (length if isinstance(length, int) else size_at(size_text(length), sizes) for length in value.shape)
         return [length_hint(own) if length is None else length for own, length in zip(value.shape, known, strict=True)]
 
 
@@ -175,7 +175,8 @@ def _free_lengths(shape: Sequence[int | torch.SymInt], value: Tensor) -> dict[st
     sequences come to a recurrent layer, once by sample and once by step.
     """
     fixed = math.prod(size for size in shape if isinstance(size, int))
-    free = [str(size) for size in shape if not isinstance(size, int)]
+    free = [size_text(size) for size in shape if not isinstance(size, int)]
     if len(free) == 1:
         return {free[0]: value.numel() // max(1, fixed)}
-    return {str(size): length for size, length in zip(shape, value.shape, strict=False) if not isinstance(size, int)}
+    return {size_text(size): length for size, length in zip(shape, value.shape, strict=False)
+            if not isinstance(size, int)}

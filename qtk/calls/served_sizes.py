@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import CodeType
 
 import torch
 from torch import Tensor
 
+from qtk.calls.size_expressions import evaluate
 from qtk.errors import CaptureError
 from qtk.torch_private import assert_when_run
 
@@ -159,30 +158,3 @@ class ServedSizes:
         if self.place:
             return f"{way}, or leave the module in Python: modules_to_exclude=[{self.place!r}]"
         return f"{way} (pad or cut them), or prepare the model again for the others"
-
-
-def evaluate(condition: str, lengths: Mapping[str, int]) -> bool:
-    """The value of a Python expression over names of lengths; false where it divides by 0."""
-    try:
-        return bool(eval(_compiled(condition), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
-    except ZeroDivisionError:
-        return False
-
-
-def size_at(size: str, lengths: Mapping[str, int]) -> int | None:
-    """The value of a size, a Python expression over names of lengths; ``None`` if it has another name, or is none.
-
-    >>> size_at("2*s0 + 1", {"s0": 3}), size_at("s1", {"s0": 3})
-    (7, None)
-    """
-    if size in lengths:
-        return lengths[size]
-    try:
-        return int(eval(_compiled(size), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
-    except (NameError, SyntaxError, ZeroDivisionError):
-        return None
-
-
-@functools.cache
-def _compiled(condition: str) -> CodeType:
-    return compile(condition, "<sizes>", "eval")

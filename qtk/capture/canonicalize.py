@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from qtk.capture.buffer_writes import part_from_buffers
 from qtk.capture.embedding_bags import open_bags
 from qtk.capture.holders import constants_of, hold, hold_constants
+from qtk.capture.parameter_writes import drop_parameter_writes
 from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.core.needs import found_where
@@ -95,12 +96,17 @@ def canonicalize(
         if node.target in PRODUCTS:
             _make_linear(node, root)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
-    found_where({Trait.WRITES}, contents(graph.nodes), lambda: part_from_buffers(graph), None)
+    found_where({Trait.WRITES}, contents(graph.nodes), lambda: _replace_writes(graph, root), None)
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
     captured_graph.meta[CONSTANTS] = constants_of(original)
     name_sites(captured_graph.graph, place)
     return captured_graph, swaps
+
+
+def _replace_writes(graph: fx.Graph, root: nn.Module) -> None:
+    drop_parameter_writes(graph, root)
+    part_from_buffers(graph)
 
 
 def _rename_hidden(program: ExportedProgram) -> None:

@@ -14,6 +14,7 @@ from qtk.calls.calls import Call, detached, raised_in
 from qtk.capture.scans import run_for_loops
 from qtk.capture.train_mode.train_only import TrainOnly, finding_train_only
 from qtk.capture.verify_prepared import RunResult, eval_outcome
+from qtk.capture.written_parameters import finding_written_parameters
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.nn.device import LOAD, empty_tensors, is_dry_run
 from qtk.torch_private import pytree, version_of
@@ -40,7 +41,10 @@ class FirstRun:
 def first_run(model: nn.Module, call: Call) -> FirstRun:
     """Runs the model on copies of its example inputs. Raises: CaptureError if it does not run."""
     run: FirstRun | None = None
-    with suppress(Exception):  # of an op that takes a graph, say; kept, it would keep what the forward holds
+    with (
+        finding_written_parameters(model),
+        suppress(Exception),  # of an op that takes a graph, say; kept, it would keep what the forward holds
+    ):
         run = _run(model, call, run_for_loops)
     if run is None:
         try:

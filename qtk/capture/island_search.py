@@ -22,7 +22,7 @@ from qtk.calls.signature import Kind, call_kind, signature_of
 from qtk.capture.fallback import Surroundings, capture_graph
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedTree
+from qtk.capture.prepared_model import REPORT, SHAPES, PreparedGraph, PreparedTree
 from qtk.capture.restored import restored
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.capture.tree import with_islands
@@ -81,7 +81,7 @@ def capture_tree(
         if not uncalled:
             break
         search.leave(uncalled)
-    tree.meta[REPORT] = search.report(model, difference)
+    tree.meta[REPORT], tree.meta[SHAPES] = search.report(model, difference), dynamic_shapes
     return tree
 
 

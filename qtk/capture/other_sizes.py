@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtk.calls.calls import Call, detached
-from qtk.calls.served_sizes import BATCH, SIZES, Axis, ServedSizes, SizeLimit, evaluate
+from qtk.calls.served_sizes import BATCH, SIZES, Axis, ServedSizes, SizeLimit
+from qtk.calls.size_expressions import evaluate, is_readable
 from qtk.capture.free_axes import FreeAxes, Lengths
 from qtk.capture.free_shapes import LeafAxis
 from qtk.capture.prepared_model import REPORT, PreparedGraph
@@ -55,6 +56,8 @@ class SizeGuard:
 class OtherSizes(FreeAxes):
     """Runs a module and its graph at other sizes than an example has, until the time is up.
 
+    ``guards``: conditions under which the graph was traced; ``unread``: others, which nothing here can evaluate.
+
     Args as of ``try_other_sizes``.
     """
 
@@ -67,14 +70,18 @@ class OtherSizes(FreeAxes):
         known = {*self.symbols.values()}
         self.guards = [SizeGuard(f"{symbol} > 1", (symbol,)) for symbol in sorted(known)]
         traced = [SizeGuard(*each) for each in size_guards(self.sizes[0]).items()] if self.sizes else []
-        self.guards += [guard for guard in traced
-                        if guard.symbols and known.issuperset(guard.symbols)]
+        self.unread = list[SizeGuard]()
+        for guard in traced:
+            if guard.symbols and known.issuperset(guard.symbols):
+                can_read = is_readable(guard.condition, self._of_symbols({}))
+                (self.guards if can_read else self.unread).append(guard)
 
     def breaks(self, guard: SizeGuard, lengths: Lengths) -> bool:
         """Says whether these lengths break a condition of torch."""
-        return not evaluate(guard.condition, {
-            symbol: lengths.get(axis, self.lengths[axis]) for axis, symbol in self.symbols.items()
-        })
+        return not evaluate(guard.condition, self._of_symbols(lengths))
+
+    def _of_symbols(self, lengths: Lengths) -> dict[str, int]:
+        return {symbol: lengths.get(axis, self.lengths[axis]) for axis, symbol in self.symbols.items()}
 
     def runs(self, lengths: Lengths) -> bool:
         """Says whether the module runs with these lengths; ``False`` also if there is no time."""
@@ -166,6 +173,8 @@ def try_other_sizes(
     lines = [f"length fixed at {trials.lengths[axis]}: {why} (axis {axis[1]} of input {axis[0]})"
              for axis, why in fixed.items() if sizes.is_asked(axis)]
     lines += [f"the graph serves sizes where {limit}" for limit in limits]
+    lines += [f"calls that break a condition of torch are not refused, for its text cannot be read: "
+              f"{_as_limit(trials, guard)}" for guard in trials.unread]
     lines += [f"length fixed at {trials.lengths[axis]}: at another the graph computes something else than the model "
               f"(axis {axis[1]} of input {axis[0]})" for axis in sorted(unfree)]
     of_one = [axis for axis in _of_one(trials, sizes) if (trials.numbers[axis[0]], axis[1]) not in ones]

@@ -34,10 +34,10 @@ from qtk.torch_private import MODULE_TABLES, call_structure, hooks, is_exporting
 Model = TypeVar("Model", bound="PreparedModel")
 
 REPORT, SIGNATURE, KIND, EXAMPLES = "report", "qtk_signature", "qtk_kind", "qtk_examples"
-WRITES, WARNED, ATTRIBUTES = "qtk_writes", "qtk_warned", "qtk_attributes"
+WRITES, WARNED, ATTRIBUTES, SHAPES = "qtk_writes", "qtk_warned", "qtk_attributes", "qtk_shapes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the kind of call that the
 graph is of, the calls the model was captured with, whether the original writes to its inputs, whether ``train`` has
-warned, what can be read of the original."""
+warned, what can be read of the original, the dynamic shapes of a model in Python, whose graphs know their own."""
 
 KNOWN, CAPTURED = "qtk_known", "qtk_captured"
 """Attributes of a graph: calls that it, or a variant of it, is known to serve; name → kind of each placeholder."""
@@ -206,6 +206,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         sizes: ServedSizes = self.__dict__.get("meta", {}).get(SIZES, ServedSizes())
         limits = [f"if self.checks_limits() and not ({limit}): self.refuse_traced({str(limit)!r})\n"
                   for limit in sizes.limits]
+        limits = ["import math\n" for _ in limits[:1]] + limits  # torch's conditions call its functions
         with self.graph.on_generate_code(lambda _: lambda lines: [check, *limits, *lines]):
             code = super().recompile()
         self.sign()

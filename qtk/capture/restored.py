@@ -5,14 +5,15 @@ A graph holds the attributes that forward changes, buffers aside, as they were w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qtk.torch_private import version_of
+from qtk.capture.written_parameters import is_plain, written_parameters
+from qtk.torch_private import storage_of, version_of
 
 TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -24,6 +25,7 @@ PARENT = "_parent"
 def restored(model: nn.Module) -> Iterator[None]:
     """Restores attributes, training flags and buffer values of every module of ``model``, and the random state.
 
+    Parameters are restored that ``finding_written_parameters`` has found, and where another ``data`` was assigned.
     Lists and dicts that are attributes get their items back, tensors that are attributes their values.
     """
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -32,7 +34,9 @@ def restored(model: nn.Module) -> Iterator[None]:
     plain += [parent for parent in behind if isinstance(parent, nn.Module)
               and not isinstance(parent, torch.jit.ScriptModule)]
     held = [value for module in plain for value in vars(module).values() if isinstance(value, Tensor)]
-    restores = (_flags(scripted), _containers(plain), _attributes(plain), _values([*model.buffers(), *held]))
+    written = written_parameters(model).values()
+    restores = (_flags(scripted), _containers(plain), _attributes(plain), _memory(model.parameters()),
+                _values([*model.buffers(), *held, *written]))
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         try:
             yield
@@ -81,6 +85,18 @@ def _attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     return restore
 
 
+def _memory(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Restores which memory parameters are in, without a copy of it."""
+    data = [(parameter, parameter.data) for parameter in parameters if is_plain(parameter)]
+
+    def restore() -> None:
+        for parameter, before in data:
+            if storage_of(parameter) != storage_of(before):
+                parameter.data = before
+
+    return restore
+
+
 def _values(tensors: Sequence[Tensor]) -> Callable[[], None]:
     values = {tensor: tensor.detach().clone() for tensor in tensors if not is_lazy(tensor)}
 
@@ -108,7 +124,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def noting_changes(model: nn.Module) -> Callable[[], tuple[str, ...]]:
-    """A function that names the attributes of the modules of ``model`` that have changed since.
+    """A function that names the attributes of the modules of ``model``, buffers aside, that have changed since.
 
     Of numbers, texts, tensors, and of lists, tuples and dicts of these, the values count; of anything else which object
     it is.
@@ -130,13 +146,18 @@ def noting_changes(model: nn.Module) -> Callable[[], tuple[str, ...]]:
         path: {name: _noted(value) for name, value in vars(module).items() if name not in OF_TORCH}
         for path, module in modules.items()
     }
+    parameters = {name: (parameter, _noted(parameter), storage_of(parameter))
+                  for name, parameter in model.named_parameters() if is_plain(parameter)}
 
     def changed() -> tuple[str, ...]:
-        return tuple(
+        attributes = tuple(
             f"{path}.{name}" if path else name for path, module in modules.items()
             for name, value in vars(module).items()
             if name not in OF_TORCH and not (name in before[path] and _is_same(before[path][name], value))
         )
+        written = (name for name, (parameter, value, memory) in parameters.items()
+                   if not _is_same(value, parameter) or storage_of(parameter) != memory)
+        return (*attributes, *written)
 
     return changed
 

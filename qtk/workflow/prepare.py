@@ -31,6 +31,7 @@ from qtk.capture.train_mode.train_branches import failure
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.capture.variants import join_variants, refuse_equal_kinds, refuse_explicit_shapes, served_by_others, serving
 from qtk.capture.verify_prepared import RunResult, train_difference
+from qtk.capture.written_parameters import written_parameters
 from qtk.core.needs import found_where
 from qtk.data.labels import without_labels
 from qtk.errors import CaptureError, VerificationError, first_line
@@ -207,6 +208,8 @@ def _prepared(
         notes += register_containers(run.outcome.output)
         writes = writes or bool(run.written)
         is_meta = is_meta or any(tensor.is_meta for tensor in _tensors(model, call.args, call.kwargs))
+    notes += [f"the forward of {type(model).__name__} writes its parameter {name} in place; it is left as it was, and "
+              "a graph computes in each call what is written" for name in written_parameters(model)]
     notes += ["tensors without values (meta): nothing could be compared with the original"] if is_meta else []
     verify = verify and not is_meta
     graphs_of_calls, prepared = _captured(

@@ -15,7 +15,7 @@ from qtk.calls.served_sizes import ALL, BATCH, GIVEN, LATE, STATIC
 from qtk.calls.states import set_states
 from qtk.capture.exclusion import exclude_paths
 from qtk.capture.free_shapes import DynamicShapes, shapes_from_json
-from qtk.capture.prepared_model import PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import SHAPES, PreparedGraph, PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.needs import found_where
@@ -115,7 +115,7 @@ def _shapes(sim: Settings, model: PreparedModel) -> object:
     """
     given = sim.dynamic_shapes if isinstance(sim.dynamic_shapes, str | None) else BATCH
     if not isinstance(model, PreparedGraph):
-        return given
+        return model.meta.get(SHAPES, given)
     sizes = model.sizes
     if sizes.asked != GIVEN:
         return {BATCH: BATCH, ALL: ALL, LATE: ALL, STATIC: None}[sizes.asked]

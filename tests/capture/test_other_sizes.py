@@ -4,10 +4,12 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import qtk
 from qtk.calls.calls import Call
+from qtk.capture import other_sizes
 from qtk.capture.fallback import capture_graph
 from qtk.capture.other_sizes import other_length, try_other_sizes
 from qtk.errors import CaptureError
@@ -24,6 +26,13 @@ class Halves(nn.Module):
     def forward(self, x):
         half = x.shape[1] // 2
         return torch.cat([x[:, :half] * 2, x[:, half:]], 1) if x.shape[1] % 2 == 0 else x
+
+
+class Root(nn.Module):
+    """Branches on a length that torch computes with floats."""
+
+    def forward(self, x):
+        return x * 2 if int(x.shape[0] ** 0.5) == 4 else x * 3
 
 
 class Squeezed(nn.Module):
@@ -76,6 +85,32 @@ def test_a_condition_on_sizes_that_matters_is_told_and_checked(model, shape, goo
     with pytest.raises(CaptureError) as caught:
         prepared(torch.randn(bad))
     assert f"computes what the model does only where {text}" in str(caught.value)
+
+
+def test_a_condition_on_floats_limits_too():
+    prepared = qtk.prepare_model(Root(), torch.ones(18, 3))
+    assert torch.equal(prepared(torch.ones(24, 3)), torch.full((24, 3), 2.0))
+    with pytest.raises(CaptureError, match=r"only where math\.trunc\(.*x\.shape\[0\].* == 4"):
+        prepared(torch.ones(25, 3))
+
+
+def test_resizing_by_a_factor_keeps_one_graph_of_free_sizes():
+    class Resized(nn.Module):
+        def forward(self, x):
+            return F.pixel_shuffle(x, 2) + F.interpolate(x[:, :1], scale_factor=2, mode="bicubic")
+
+    prepared = qtk.prepare_model(Resized(), torch.randn(2, 4, 6, 6), dynamic_shapes="all")
+    assert prepared.report.rung == "export", prepared.report
+    x = torch.randn(3, 4, 8, 5)
+    torch.testing.assert_close(prepared(x), Resized()(x))
+
+
+def test_a_condition_that_cannot_be_read_keeps_the_graph_and_is_told(monkeypatch):
+    monkeypatch.setattr(other_sizes, "size_guards", lambda size: {f"LShift({size}, 1) > 3": (str(size),)})
+    prepared = qtk.prepare_model(nn.Linear(3, 2), torch.randn(4, 3))
+    assert prepared.report.rung == "export"
+    assert prepared(torch.randn(7, 3)).shape == (7, 2)
+    assert "cannot be read: LShift(input.shape[0], 1) > 3" in str(prepared.report)
 
 
 def test_a_condition_that_does_not_matter_limits_nothing():

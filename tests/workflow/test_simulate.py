@@ -91,6 +91,40 @@ def test_a_loaded_simulation_takes_the_sizes_that_the_saved_one_took(is_prepared
     assert qtk.QuantSim.load(tmp_path / "again", model, x).dynamic_shapes == expected
 
 
+class Branch(nn.Module):
+    """Stays Python, with an island for each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden / 2 if float(hidden.abs().max()) > 9 else hidden)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize("shapes", ["batch", "all", None])
+def test_a_loaded_simulation_of_islands_takes_the_sizes_that_the_saved_one_took(is_prepared, shapes, tmp_path):
+    x, longer, model = torch.randn(2, 5, 3), torch.randn(4, 7, 3), Branch().eval()
+    if is_prepared:
+        sim = qtk.QuantSim(qtk.prepare_model(model, x, dynamic_shapes=shapes), x)
+    else:
+        sim = qtk.QuantSim(model, x, dynamic_shapes=shapes)
+    sim.compute_encodings([x], progress=False)
+    for folder in ("first", "second"):
+        sim.save(tmp_path / folder)
+        loaded = qtk.QuantSim.load(tmp_path / folder, model, x)
+        assert loaded.dynamic_shapes == shapes
+        if shapes is None:
+            for each in (sim, loaded):
+                with pytest.raises(CaptureError, match="captured for"):
+                    each.model(longer)
+        else:
+            assert torch.equal(loaded.model(longer), sim.model(longer))
+        sim = loaded
+
+
 def test_shapes_inside_of_containers_are_left_out():
     class Pair(nn.Module):
         def forward(self, pair):
