@@ -31,7 +31,7 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.dtypes import INT32
 from qtk.core.granularity import PerToken, PerTokenBlock
 from qtk.core.needs import found_where
-from qtk.errors import ExportError, first_line
+from qtk.errors import ExportError
 from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import (
     EqualAxes,
@@ -55,7 +55,7 @@ from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
 from qtk.export.onnx.site_markers import SITE_MARKER
 from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
-from qtk.export.onnx.untranslated_ops import UntranslatedError, untranslated
+from qtk.export.onnx.untranslated_ops import UntranslatedError, export_error, translation_error
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
@@ -282,7 +282,7 @@ def _export(
         with lengths_stay_free():
             return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
-        raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
+        raise export_error(error, "torch.export cannot capture the simulation") from error
 
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
@@ -301,11 +301,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
             )
     except Exception as error:
         with onnx_translations_kept():
-            missing = untranslated(program, decomposed[0], table, opset)
-        if missing is not None:
-            raise missing from error
-        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}{_free_setting(program)}"
-                          ) from error
+            raise translation_error(error, program, decomposed[0], table, opset) from error
     assert exported is not None
     graph: ir.Model = exported.model
     if graph.opset_imports.get("") != opset:
@@ -371,19 +367,3 @@ _LSTM_SCHEMA = _schema(
 )
 _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
-
-
-def _free_setting(program: torch.export.ExportedProgram) -> str:
-    """Names a convolution whose groups, stride or padding depend on a free size, if there is one."""
-    for node in program.graph.nodes:
-        name, settings = str(node.target), pytree.tree_leaves(node.args[3:])
-        if name.startswith("aten.conv") and any(isinstance(leaf, fx.Node) for leaf in settings):
-            return (f"; {name.split('.')[1]} has a number of groups, a stride or a padding that depends on a free "
-                    "size, which ONNX holds fixed: prepare the model with dynamic_shapes=None")
-    return ""
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
