@@ -1,7 +1,7 @@
 """Adaptive pools as operators that ONNX has: pools where lengths divide, else gathered windows, axis by axis.
 
-Window i of n along an axis of length L is [⌊i · L / n⌋, ⌈(i + 1) · L / n⌉); L may be free. torch 2.14 writes those that
-divide, and means of images, for the L of the example alone.
+Window i of n along an axis of length L is [⌊i · L / n⌋, ⌈(i + 1) · L / n⌉); L may be free. where it is, torch 2.14
+writes the windows of the example, and it has no form of maxima and 3d means whose lengths do not divide.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Windows:
         return cls(axis, torch.minimum(start.unsqueeze(1) + within, end.unsqueeze(1) - 1), end - start)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns ``x`` with [count, longest window] in place of the axis, the latter at index ``axis``."""
+        """Returns ``x`` with [count, longest window] in place of the axis; the window is at index ``axis``."""
         gathered = x.index_select(self.axis, self.index.flatten())
         return torch.unflatten(gathered, self.axis, self.index.shape)
 
@@ -127,7 +127,7 @@ def _pooled_axes(x: Tensor, output_size: Sequence[Size]) -> Iterator[tuple[int, 
 
 
 def _indices(x: Tensor, axes: int) -> Tensor:
-    """The index of each value in its flattened last ``axes`` axes. Shape: that of ``x``."""
+    """The index of each value in its flattened last ``axes`` axes, of the shape of ``x``."""
     sizes = x.shape[-axes:]
     return torch.arange(math.prod(sizes), device=x.device).reshape(sizes).expand(x.shape)
 

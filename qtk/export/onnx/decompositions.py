@@ -36,7 +36,7 @@ TRANSLATED = frozenset((
 def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
     """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table.
 
-    ``FURTHER`` and ``ADAPTIVE_POOLS`` belong to each table; what complex numbers need, to that of a program with some.
+    ``FURTHER`` and ``ADAPTIVE_POOLS`` belong to each table, ``DECOMPOSED`` where a program holds complex numbers.
 
     Returns: a list of the program that was returned last.
     """

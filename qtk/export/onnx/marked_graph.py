@@ -41,7 +41,7 @@ from qtk.export.free_axes import (
     warn_of_fixed_axes,
     warn_of_written_values,
 )
-from qtk.export.onnx.complex_ops import write_parts
+from qtk.export.onnx.complex_ops import check_signature, write_parts
 from qtk.export.onnx.decompositions import decompose_where_needed, write_decomposed
 from qtk.export.onnx.folded_constants import with_constants
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
@@ -108,8 +108,9 @@ def trace(
     With ``contrib_operators``, layers of recurrent nets that ONNX Runtime has an operator of its own for are nodes
     ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
-    Raises: ExportError if torch cannot export the graph, or not to this opset, or activations are in blocks;
-        CaptureError if the inputs are not nested as in the call the model was prepared with.
+    Raises: ExportError if torch cannot export the graph, or not to this opset, activations are in blocks, or an input,
+        an output or a state is complex; CaptureError if the inputs are not nested as in the call the model was prepared
+        with.
     """
     begin("capturing")
     sites = list(sites)
@@ -118,6 +119,8 @@ def trace(
         raise ExportError(f"{blocks.name} is {blocks.spec}: ONNX has no operators for activations in blocks; export "
                           "formats=('encodings',), or linear layers as 'compressed_tensors'")
     _check_padding(model, sites)
+    signature = file_signature(model)
+    check_signature(signature)
     with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
@@ -136,7 +139,6 @@ def trace(
     if not free:
         warn_of_fixed_axes(model.graph, program)
     warn_of_written_values(model)
-    signature = file_signature(model)
     names = [*input_names(model), *(name for name, _ in signature.buffers.values())]
     return MarkedGraph(graph, _input_names(names, program, graph), tuple(signature.outputs), equal_axes(model))
 
