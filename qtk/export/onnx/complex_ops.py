@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
+from qtk.errors import ExportError
+from qtk.export.file_signature import FileSignature
 from qtk.export.onnx.untranslated_ops import is_complex, reads_complex
 from qtk.torch_private import is_composed
 
@@ -20,6 +22,25 @@ Written: TypeAlias = Callable[..., object]
 Size: TypeAlias = int | torch.SymInt
 
 _ATEN = torch.ops.aten
+
+
+_REAL_FORMS = {
+    "input": "let the model take torch.view_as_real({}) and call torch.view_as_complex on it",
+    "output": "let the model return torch.view_as_real({})",
+    "state": "hold torch.view_as_real({}) in the buffer",
+}
+
+
+def check_signature(signature: FileSignature) -> None:
+    """Raises: ExportError for a complex input, output or state, which ONNX Runtime cannot take or return."""
+    states = {name for pair in signature.buffers.values() for name in pair}
+    for kind, values in (("input", signature.inputs), ("output", signature.outputs)):
+        for name, node in values.items():
+            if is_complex(node):
+                role = "state" if name in states else kind
+                raise ExportError(
+                    f"the {role} {name} is complex, and ONNX Runtime takes and returns no complex numbers; "
+                    f"{_REAL_FORMS[role].format(name)}, or export formats=('pt2e',), a program that torch runs")
 
 
 def write_parts(graph: fx.Graph) -> None:

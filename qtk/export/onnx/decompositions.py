@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from qtk.export.onnx.adaptive_pools import ADAPTIVE_POOLS
 from qtk.export.onnx.complex_ops import DECOMPOSED
 from qtk.export.onnx.further_decompositions import FURTHER
 from qtk.export.onnx.untranslated_ops import is_complex, nodes_of
@@ -35,7 +36,7 @@ TRANSLATED = frozenset((
 def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
     """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table.
 
-    ``FURTHER`` belongs to each table, and what complex numbers need to the table of a program that holds some.
+    ``FURTHER`` and ``ADAPTIVE_POOLS`` belong to each table, ``DECOMPOSED`` where a program holds complex numbers.
 
     Returns: a list of the program that was returned last.
     """
@@ -77,7 +78,8 @@ def _decomposed(
     program: ExportedProgram, returned: list[ExportedProgram], table: Table | None = None, **options: bool
 ) -> ExportedProgram:
     if table is not None:
-        table = {**table, **FURTHER, **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {})}
+        table = {**table, **FURTHER, **ADAPTIVE_POOLS,
+                 **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {})}
     if table is None or options or any(map(partial(_is_decomposed, table), nodes_of(program))):
         returned[0] = ExportedProgram.run_decompositions(program, table, **options)
     return returned[0]

@@ -31,7 +31,7 @@ from qtk.capture.torch_export import silent_torch
 from qtk.core.dtypes import INT32
 from qtk.core.granularity import PerToken, PerTokenBlock
 from qtk.core.needs import found_where
-from qtk.errors import ExportError, first_line
+from qtk.errors import ExportError
 from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import (
     EqualAxes,
@@ -41,7 +41,7 @@ from qtk.export.free_axes import (
     warn_of_fixed_axes,
     warn_of_written_values,
 )
-from qtk.export.onnx.complex_ops import write_parts
+from qtk.export.onnx.complex_ops import check_signature, write_parts
 from qtk.export.onnx.decompositions import decompose_where_needed, write_decomposed
 from qtk.export.onnx.folded_constants import with_constants
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
@@ -55,7 +55,7 @@ from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
 from qtk.export.onnx.site_markers import SITE_MARKER
 from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
-from qtk.export.onnx.untranslated_ops import UntranslatedError, untranslated
+from qtk.export.onnx.untranslated_ops import UntranslatedError, export_error, translation_error
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
@@ -108,8 +108,9 @@ def trace(
     With ``contrib_operators``, layers of recurrent nets that ONNX Runtime has an operator of its own for are nodes
     ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
-    Raises: ExportError if torch cannot export the graph, or not to this opset, or activations are in blocks;
-        CaptureError if the inputs are not nested as in the call the model was prepared with.
+    Raises: ExportError if torch cannot export the graph, or not to this opset, activations are in blocks, or an input,
+        an output or a state is complex; CaptureError if the inputs are not nested as in the call the model was prepared
+        with.
     """
     begin("capturing")
     sites = list(sites)
@@ -118,6 +119,8 @@ def trace(
         raise ExportError(f"{blocks.name} is {blocks.spec}: ONNX has no operators for activations in blocks; export "
                           "formats=('encodings',), or linear layers as 'compressed_tensors'")
     _check_padding(model, sites)
+    signature = file_signature(model)
+    check_signature(signature)
     with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
@@ -136,7 +139,6 @@ def trace(
     if not free:
         warn_of_fixed_axes(model.graph, program)
     warn_of_written_values(model)
-    signature = file_signature(model)
     names = [*input_names(model), *(name for name, _ in signature.buffers.values())]
     return MarkedGraph(graph, _input_names(names, program, graph), tuple(signature.outputs), equal_axes(model))
 
@@ -282,7 +284,7 @@ def _export(
         with lengths_stay_free():
             return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
-        raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
+        raise export_error(error, "torch.export cannot capture the simulation") from error
 
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
@@ -301,11 +303,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
             )
     except Exception as error:
         with onnx_translations_kept():
-            missing = untranslated(program, decomposed[0], table, opset)
-        if missing is not None:
-            raise missing from error
-        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}{_free_setting(program)}"
-                          ) from error
+            raise translation_error(error, program, decomposed[0], table, opset) from error
     assert exported is not None
     graph: ir.Model = exported.model
     if graph.opset_imports.get("") != opset:
@@ -371,19 +369,3 @@ _LSTM_SCHEMA = _schema(
 )
 _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
-
-
-def _free_setting(program: torch.export.ExportedProgram) -> str:
-    """Names a convolution whose groups, stride or padding depend on a free size, if there is one."""
-    for node in program.graph.nodes:
-        name, settings = str(node.target), pytree.tree_leaves(node.args[3:])
-        if name.startswith("aten.conv") and any(isinstance(leaf, fx.Node) for leaf in settings):
-            return (f"; {name.split('.')[1]} has a number of groups, a stride or a padding that depends on a free "
-                    "size, which ONNX holds fixed: prepare the model with dynamic_shapes=None")
-    return ""
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)

@@ -1,9 +1,9 @@
 """Translations to ONNX in place of torch's own, which compute something else at zeros, far from them, or at borders.
 
 torch 2.14 maps ``atan2`` to −π instead of π on the negative real axis, which quantized values lie on; overflows in
-``log_sigmoid`` below −88; and drops the divisor of an average pool. Windows of a pool in ceil mode that end behind the
-input are written so that ONNX Runtime's integer kernel (1.32), which divides by the whole kernel where padding counts,
-computes the same.
+``log_sigmoid`` below −88; gives a ``conv3d`` without bias one of two columns; and drops the divisor of an average pool.
+Windows of a pool in ceil mode that end behind the input are written so that ONNX Runtime's integer kernel (1.32), which
+divides by the whole kernel where padding counts, computes the same.
 """
 
 from __future__ import annotations
@@ -37,6 +37,23 @@ def _is_negative(value: ir.Value) -> object:
 
 def _log_sigmoid(x: ir.Value) -> object:
     return op.Neg(op.Softplus(op.Neg(x)))
+
+
+def _conv(
+    x: ir.Value, weight: ir.Value, bias: ir.Value | None = None, stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), groups: int = 1,
+) -> object:
+    """As ``aten.conv1d``, ``conv2d``, ``conv3d``; without bias, ONNX's has none either."""
+    assert x.shape is not None
+    assert weight.shape is not None
+    axes, has_batch = len(weight.shape) - 2, len(x.shape) == len(weight.shape)
+    strides, pads, dilations = (
+        list(each) * (axes if len(each) == 1 else 1) for each in (stride, padding, dilation))
+    result = op.Conv(
+        x if has_batch else op.Unsqueeze(x, _ints(0)), weight, bias, strides=strides, pads=pads * 2,
+        dilations=dilations, group=groups,
+    )
+    return result if has_batch else op.Squeeze(result, _ints(0))
 
 
 def _avg_pool(
@@ -127,6 +144,9 @@ def _ints(number: int) -> object:
 TRANSLATIONS: Mapping[Callable[..., object], Translation] = {
     torch.ops.aten.atan2.default: _atan2,
     torch.ops.aten.log_sigmoid.default: _log_sigmoid,
+    torch.ops.aten.conv1d.default: _conv,
+    torch.ops.aten.conv2d.default: _conv,
+    torch.ops.aten.conv3d.default: _conv,
     torch.ops.aten.avg_pool1d.default: _avg_pool,
     torch.ops.aten.avg_pool2d.default: _avg_pool,
     torch.ops.aten.avg_pool3d.default: _avg_pool,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.errors import ExportError
 from qtk.export.onnx.complex_ops import DECOMPOSED, OF_COMPLEX
 from tests.export.onnx.simulated import run_onnx
 
@@ -100,3 +101,40 @@ def test_a_fourier_neural_operator(spelling, tmp_path):
         with torch.no_grad():  # slice_scatter of complex numbers has no gradient
             expected = sim.model(given)
         assert (torch.from_numpy(found) - expected).abs().max() < 1.01 * scale
+
+
+class OfPairs(nn.Module):
+    """A linear layer on pairs of real numbers, complex where ``where`` says."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.fc = where, nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(4, 3, dtype=torch.complex64))
+
+    def forward(self, x, gain):
+        y = torch.view_as_complex(self.fc(torch.view_as_real(x) if x.is_complex() else x)) * gain.sum()
+        if self.where == "state":
+            self.total += y
+        return {"y": y if self.where == "output" else torch.view_as_real(y)}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.medium
+@pytest.mark.parametrize(("where", "text"), [
+    ("input", r"^the input x is complex, .*view_as_real\(x\) and call torch\.view_as_complex"),
+    ("output", r"^the output y is complex, .*return torch\.view_as_real\(y\), or export formats=\('pt2e',\)"),
+    ("state", r"^the state total is complex, .*in the buffer"), ("nowhere", ""),
+])
+def test_complex_numbers_stay_inside_of_a_file(where, text, tmp_path):
+    x = torch.randn(4, 3, dtype=torch.complex64)
+    inputs = x if where == "input" else torch.view_as_real(x), torch.ones(2)
+    sim = qtk.QuantSim(OfPairs(where), inputs, dynamic_shapes=None, weight_bits=None, activation_bits=None)
+    if where == "nowhere":
+        sim.export(tmp_path / "out", formats=("onnx",), progress=False)
+        (found,) = run_onnx(tmp_path / "out" / "model.onnx", *inputs)
+        torch.testing.assert_close(torch.from_numpy(found), sim.model(*inputs)["y"])
+        return
+    with pytest.raises(ExportError, match=text):
+        sim.export(tmp_path / "out", formats=("onnx",), progress=False)
+    assert not (tmp_path / "out").exists()
+    sim.export(tmp_path / "out", formats=("pt2e",), progress=False)

@@ -71,28 +71,3 @@ def test_what_onnx_does_not_know_is_refused_with_the_cause():
     with pytest.raises(ExportError, match=r"cannot express the model in ONNX: .*bessel_i1"):
         trace(model, [], torch.rand(2, 3), opset=21)
     assert model.code == before.code
-
-
-class ConvolvedByOthers(nn.Module):
-    """A network that makes the kernels with which another input is convolved, sample by sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernels = nn.Linear(4, 8 * 9)
-
-    def forward(self, x, c):
-        samples = x.shape[0]
-        kernels = self.kernels(c).reshape(samples * 8, 1, 3, 3)
-        return nn.functional.conv2d(x.reshape(1, samples, 8, 8), kernels, groups=samples).view(samples, 8, 6, 6)
-
-
-def test_a_setting_of_a_free_size_is_named_with_a_way_out(tmp_path):
-    example = torch.randn(3, 1, 8, 8), torch.randn(3, 4)
-    for shapes in ("batch", None):
-        sim = qtk.QuantSim(ConvolvedByOthers().eval(), example, dynamic_shapes=shapes)
-        sim.compute_encodings([example], progress=False)
-        if shapes is None:
-            sim.export(tmp_path / "out", formats=["onnx"])
-        else:
-            with pytest.raises(ExportError, match=r"conv2d has a number of groups.*dynamic_shapes=None"):
-                sim.export(tmp_path / "out", formats=["onnx"])

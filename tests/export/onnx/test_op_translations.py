@@ -1,5 +1,6 @@
 """Translations to ONNX against torch, at zeros, far from them and at borders; with integer kernels and without."""
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.op_translations import widen_indices
-from tests.export.onnx.onnxruntime.test_flat_linears import exported, steps
+from tests.export.onnx.onnxruntime.test_flat_linears import exported, optimized_kinds, steps
 from tests.export.onnx.simulated import run_onnx
 
 
@@ -34,6 +35,48 @@ def test_angles_and_logarithms_far_from_zero(tmp_path):
     sim.export(tmp_path / "out", formats=("onnx",))
     for found, expected in zip(run_onnx(tmp_path / "out" / "model.onnx", *PAIRS), function(*PAIRS), strict=True):
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=1e-6)
+
+
+class Convolved(nn.Module):
+    """A convolution with settings as they are written: one number for all axes, or one for each."""
+
+    def __init__(self, *shape, **settings):
+        super().__init__()
+        self.weight, self.settings = nn.Parameter(torch.randn(shape)), settings
+
+    def forward(self, x):
+        return getattr(nn.functional, f"conv{self.weight.ndim - 2}d")(x, self.weight, **self.settings)
+
+
+CONVOLUTIONS = {f"{rank}d, {name}": (rank, settings) for rank in (1, 2, 3) for name, settings in {
+    "plain": {}, "groups": {"groups": 2, "padding": rank * [1]}, "one number": {"stride": [2], "padding": [1]},
+    "same": {"padding": "same", "dilation": 2},
+}.items()}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_without_bias_are_integer(name, tmp_path):
+    (rank, settings), sizes = CONVOLUTIONS[name], (7, 6, 5)
+    model, x = Convolved(8, 4 // settings.get("groups", 1), *rank * [3], **settings), torch.randn(2, 4, *sizes[:rank])
+    for bits in (8, 4):
+        folder = tmp_path / str(bits)
+        sim = exported(model, x, folder, weight_bits=bits)
+        assert optimized_kinds(folder)["QLinearConv"] == 1
+        for optimized, given in ((False, torch.randn(3, 4, *sizes[:rank])), (True, x)):
+            assert steps(sim, given, folder, optimized=optimized).max() < 1.01
+    (conv,) = [node for node in onnx.load(folder / "model.onnx").graph.node if node.op_type == "Conv"]
+    assert len(conv.input) == 2
+
+
+@pytest.mark.sample(1)
+@pytest.mark.medium
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_convolution_without_batch_and_without_bias(rank, tmp_path):
+    x = torch.randn(4, *rank * [5])
+    sim = exported(Convolved(8, 4, *rank * [3]), x, tmp_path / "out", dynamic_shapes=None)
+    assert steps(sim, x, tmp_path / "out", optimized=True).max() < 1.01
 
 
 class Pooled(nn.Module):
