@@ -296,7 +296,7 @@ def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "forward"), [
     ([torch.ones(2, 5)], lambda model, batch: model.linear_(batch)), ([torch.ones(2, 4)], lambda model: model),
-    ([torch.ones(2, 4)], int), ([torch.ones(2, 4).double()], None), ([(torch.ones(2, 4), 0)], None), (int, None),
+    ([torch.ones(2, 4)], int), ([torch.ones(2, 4).double()], None), (int, None),
 ])
 def test_a_mistake_in_the_data_is_not_blamed_on_qtk(data, forward):
     for model in (nn.Linear(4, 2), PYTHON["deep"].model()):

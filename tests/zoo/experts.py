@@ -72,7 +72,7 @@ class DispatchedExperts(_Experts):
     def mixed(self, x: Tensor, share: Tensor, expert: Tensor) -> Tensor:
         mask = F.one_hot(expert, EXPERTS).to(x.dtype)  # [batch, chosen, experts]
         hidden = F.silu(torch.einsum("bi,eoi->ebo", x, self.up))
-        found = torch.baddbmm(torch.zeros(EXPERTS, 1, WIDTH), hidden, self.down.mT)  # [experts, batch, out]
+        found = torch.baddbmm(x.new_zeros(EXPERTS, 1, WIDTH), hidden, self.down.mT)  # [experts, batch, out]
         weights = (mask * share.unsqueeze(-1)).sum(1)  # [batch, experts]
         return torch.einsum("ebo,be->bo", found, weights)
 
