@@ -1,7 +1,7 @@
 """Adaptive pools as operators that ONNX has: pools where lengths divide, else gathered windows, axis by axis.
 
-Window i of n along an axis of length L is [⌊i · L / n⌋, ⌈(i + 1) · L / n⌉); L may be free; where it is, torch 2.14
-writes the windows of the example, and it has no form of maxima and 3d means whose lengths do not divide.
+Window i of n along an axis of length L is [⌊i · L / n⌋, ⌈(i + 1) · L / n⌉); L may be free. torch 2.14 writes
+the windows of the example there, and has no form of maxima and 3d means where lengths do not divide.
 """
 
 from __future__ import annotations
