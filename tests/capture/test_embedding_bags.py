@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.report.verdict import OFF
+from tests.exported_files import check_near_float_and_file
 
 
 class Bags(nn.Module):
@@ -53,13 +54,7 @@ def test_tables_of_bags_are_quantized_and_their_file_is_the_simulation(options, 
     sim = qtk.QuantSim(model, INDICES, config="onnxruntime")
     assert "bag.weight" in sim.quantizers
     sim.compute_encodings([INDICES], progress=False)
-    expected = model(INDICES)
-    error = (sim.model(INDICES) - expected).square().sum() / expected.square().sum()
-    assert -10 * error.log10() > 28
-    sim.export(tmp_path / "out", formats=("onnx",), progress=False)
-    verdict = sim.verify_export(tmp_path / "out", [INDICES], turns=0, progress=False)
-    assert verdict.run(OFF).sqnr_db > 60
-    assert verdict.findings == ()
+    check_near_float_and_file(sim, model, INDICES, tmp_path / "out")
 
 
 class Uneven(Bags):

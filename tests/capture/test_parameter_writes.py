@@ -9,7 +9,7 @@ from torch import nn
 
 import qtk
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.report.verdict import OFF
+from tests.exported_files import check_near_float_and_file
 
 INDICES = torch.randint(0, 40, (8, 6), generator=torch.Generator().manual_seed(0))
 
@@ -90,10 +90,4 @@ def test_a_table_is_quantized_and_its_file_is_the_simulation(tmp_path):
     sim = qtk.QuantSim(model, INDICES, config="onnxruntime")
     sim.compute_encodings([INDICES], progress=False)
     assert any("weight of embedding" in decided.reason for decided in sim.plan.values())
-    expected = model(INDICES)
-    error = (sim.model(INDICES) - expected).square().sum() / expected.square().sum()
-    assert -10 * error.log10() > 28
-    sim.export(tmp_path / "out", formats=("onnx",), progress=False)
-    verdict = sim.verify_export(tmp_path / "out", [INDICES], turns=0, progress=False)
-    assert verdict.run(OFF).sqnr_db > 60
-    assert verdict.findings == ()
+    check_near_float_and_file(sim, model, INDICES, tmp_path / "out")
