@@ -1,7 +1,7 @@
 """Cholesky factors of large matrices on the CPU, where LAPACK's column-major results cost as much as the factors.
 
 Left-looking by panels of columns (Golub and Van Loan, Matrix Computations, section 4.2.9): the flops are spent in
-matrix products, and the results are row-major.
+matrix products, and the results are row-major and take the place of the matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
              [1., 2.]]]), [False])
 
     Args:
-        matrix: symmetric; its upper triangle is not read.
+        matrix: symmetric; its upper triangle is not read. On the CPU it becomes L, wherever there is one.
 
     Shape: ``matrix`` and first result [groups, columns, columns]; second, bool, [groups].
     """
@@ -30,15 +30,15 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if columns <= PANEL or matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix)
         return factor, info != 0
-    factor = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
     failed = torch.zeros(len(matrix), dtype=torch.bool)
     for begin in range(0, columns, PANEL):
         end = min(begin + PANEL, columns)
-        known = factor[:, begin:, :begin]
+        known = matrix[:, begin:, :begin]
         panel = torch.baddbmm(matrix[:, begin:, begin:end], known, known[:, : end - begin].mT, alpha=-1)
         corner, info = torch.linalg.cholesky_ex(panel[:, : end - begin])
         failed |= info != 0
-        factor[:, begin:end, begin:end] = corner
-        factor[:, end:, begin:end] = torch.linalg.solve_triangular(corner.mT, panel[:, end - begin :], upper=True,
+        matrix[:, begin:end, begin:end] = corner
+        matrix[:, end:, begin:end] = torch.linalg.solve_triangular(corner.mT, panel[:, end - begin :], upper=True,
                                                                    left=False)
-    return factor, failed
+        matrix[:, begin:end, end:] = 0
+    return matrix, failed

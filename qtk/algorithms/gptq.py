@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtk.algorithms.cholesky import cholesky
+from qtk.algorithms.hessian_factor import HessianFactor, column_order
 from qtk.algorithms.weight_grid import WeightGrid
-from qtk.errors import CalibrationError
 
 
 def gptq(
@@ -45,7 +44,8 @@ def gptq(
 
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
-    return Feedback.of(weight, hessian, linear, damping, act_order).rounded(grid, columns_at_once)[0]
+    factor = HessianFactor.of(hessian, column_order(hessian, act_order), damping, weight.dtype)
+    return Feedback.of(weight, factor, linear).rounded(grid, columns_at_once)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,51 +53,45 @@ class Feedback:
     """What GPTQ computes of a layer before it has a grid.
 
     Args:
-        order: the columns, the first to be rounded last.
-        weight: the float weights, their columns in this order.
+        factor: of the Hessian; its last column is rounded first.
+        weight: the float weights, their columns in the order of the factor.
         start: the weights plus ``y_i / L_ii``.
-        factor: ``L_ji / L_ii`` in column i.
-        diagonal: ``L_ii``.
 
-    Shape: ``order`` int64 [groups, columns]; ``weight`` and ``start`` [groups, outputs, columns]; ``factor`` [groups,
-    columns, columns]; ``diagonal`` [groups, 1, columns].
+    Shape: ``weight`` and ``start`` [groups, outputs, columns].
     """
 
-    order: Tensor
+    factor: HessianFactor
     weight: Tensor
     start: Tensor
-    factor: Tensor
-    diagonal: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, hessian: Tensor, linear: Tensor | None, damping: float, act_order: bool) -> Feedback:
-        """Arguments and errors: as ``gptq``."""
-        order = _column_order(hessian, act_order)
-        index = order[:, None].expand(weight.shape)
-        factor = damped_factor(in_order(hessian, order), damping).to(weight.dtype)
-        diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
+    def of(cls, weight: Tensor, factor: HessianFactor, linear: Tensor | None) -> Feedback:
+        """Arguments: as ``gptq``."""
+        index = factor.order[:, None].expand(weight.shape)
         start = ordered = weight.gather(2, index)
         if linear is not None:
-            shift = linear.to(weight.dtype).gather(2, index)
-            start = ordered + torch.linalg.solve_triangular(factor.mT, shift, upper=True, left=False) / diagonal
-        return cls(order, ordered, start, factor.div_(diagonal), diagonal)
+            start = ordered + factor.solved(linear.to(weight.dtype).gather(2, index)) / factor.diagonal
+        return cls(factor, ordered, start)
 
     def rounded(self, grid: WeightGrid, columns_at_once: int) -> tuple[Tensor, Tensor]:
-        """As ``gptq``, and ``missing``: in ``order``, what each weight was rounded from less what it became.
+        """As ``gptq``, and ``missing``: what each weight was rounded from less what it became, in the factor's order.
 
         Shape: as the weights, both.
         """
-        change, target, propagation = self.weight.clone(), self.start.clone(), self.factor.mT
-        missing = torch.empty_like(target)
-        grid = grid.in_order(self.order)
-        for end in range(self.order.shape[1], 0, -columns_at_once):
+        change, target, order = self.weight.clone(), self.start.clone(), self.factor.order
+        missing, lower, diagonal = torch.empty_like(target), self.factor.lower, self.factor.diagonal
+        space = lower.new_empty(len(lower), columns_at_once, order.shape[1])
+        grid = grid.in_order(order)
+        for end in range(order.shape[1], 0, -columns_at_once):
             block = slice(max(0, end - columns_at_once), end)
+            propagation = space[:, : block.stop - block.start, :end]
+            torch.div(lower[:, block, :end], diagonal[..., :end], out=propagation)
             target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
             torch.sub(target_block, change_block, out=missing[..., block])
             grid[..., block].round_with_feedback_(
-                target_block, change_block, propagation[:, block, block], backwards=True)
-            missing[..., block].baddbmm_(change_block, self.factor[:, block, block])
-            rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
+                target_block, change_block, propagation[..., block].mT, backwards=True)
+            missing[..., block].baddbmm_(change_block, propagation[..., block])
+            rest.baddbmm_(change_block, propagation[..., : block.start])
         return self._in_place(target), missing
 
     def targets(self, rounded: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,42 +101,10 @@ class Feedback:
 
         Shape: the first two results as the weights; last [groups, outputs].
         """
-        power = self.diagonal.square().expand_as(missing)
+        power = self.factor.diagonal.square().expand_as(missing)
         return rounded + self._in_place(missing), self._in_place(power), (power * missing.square()).sum(-1)
 
     def _in_place(self, ordered: Tensor) -> Tensor:
         """Columns where they belong."""
         return torch.empty_like(ordered, memory_format=torch.contiguous_format).scatter_(
-            2, self.order[:, None].expand(ordered.shape), ordered)
-
-
-def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
-    """The columns, the first to be rounded last. Shape: int64 [groups, columns]."""
-    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    if act_order:
-        return diagonal.argsort(descending=True, stable=True).flip(1)
-    return torch.arange(diagonal.shape[1], device=hessian.device).flip(0).expand(diagonal.shape)
-
-
-def in_order(matrix: Tensor, order: Tensor) -> Tensor:
-    """A copy with its rows and columns in another order. Shape: as ``matrix``, [groups, columns, columns]."""
-    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    for into, each, columns in zip(result, matrix, order, strict=True):
-        torch.index_select(each.index_select(0, columns), 1, columns, out=into)
-    return result
-
-
-def damped_factor(hessian: Tensor, damping: float) -> Tensor:
-    """L, lower triangular, with ``L Lᵀ = H`` for the damped H, which ``hessian`` becomes.
-
-    Columns whose inputs are all zero get a diagonal of 1, so that there is one.
-    """
-    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
-    factor, failed = cholesky(hessian)
-    if bool(failed.any()) and hessian.dtype != torch.float64:
-        factor, failed = cholesky(hessian.to(torch.float64))
-    if bool(failed.any()):
-        raise CalibrationError(f"the Hessian of this layer has no inverse with a damping of {damping}: the inputs are "
-                               "too correlated; use more data or a larger damping")
-    return factor
+            2, self.factor.order[:, None].expand(ordered.shape), ordered)

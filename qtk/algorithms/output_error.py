@@ -13,11 +13,13 @@ unrounded, if E is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from qtk.algorithms.hessian_factor import HessianFactor, column_order
 
 PANEL = 256
 """Columns of a Gram matrix that are multiplied together."""
@@ -33,8 +35,12 @@ def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
 class OutputError:
     """The squared error of the output as a quadratic form, without its constant.
 
-    Shape: ``gram`` H, [groups, blocks, block, block], in the dtype to compute in; ``linear`` [groups, blocks, outputs,
-    block], or ``None`` for 0.
+    Args:
+        gram: H, in the dtype to compute in.
+        linear: ``None`` for 0.
+        factors: of H, made so far.
+
+    Shape: ``gram`` [groups, blocks, block, block]; ``linear`` [groups, blocks, outputs, block].
 
     >>> x, change = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.0])
     >>> OutputError((x.mT @ x)[None, None]).of(change[None, None, None]).item(), (x @ change).square().sum().item()
@@ -43,10 +49,19 @@ class OutputError:
 
     gram: Tensor
     linear: Tensor | None = None
+    factors: dict[tuple[float, bool], HessianFactor] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
         return self.gram.shape[1]
+
+    def factor(self, damping: float, act_order: bool) -> HessianFactor:
+        """The factor of the Gram matrix of all columns, made once. Arguments and errors: as ``qtk.algorithms.gptq``."""
+        key = damping, act_order
+        if key not in self.factors:
+            gram = self.gram[:, 0]
+            self.factors[key] = HessianFactor.of(gram, column_order(gram, act_order), damping, gram.dtype)
+        return self.factors[key]
 
     def of(self, change: Tensor) -> Tensor:
         """``2 linear·d + dᵀ H d``. Shape: ``change`` d, [groups, blocks, outputs, block]; result without the last."""

@@ -16,7 +16,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from qtk.algorithms.gptq import damped_factor, in_order
+from qtk.algorithms.hessian_factor import HessianFactor
 
 FOUR = 4
 PAIRS = [list(pair) for pair in combinations(range(FOUR), 2)]
@@ -41,15 +41,14 @@ def prune_two_of_four(
     """
     power = hessian.diagonal(dim1=-2, dim2=-1).sum(0)[fours].sum(-1)
     order = fours[power.argsort()].flatten()  # the last four, with the largest inputs, are the first to be pruned
-    factor = damped_factor(in_order(hessian, order.expand(len(hessian), -1)), damping).to(weight.dtype)
+    factor = HessianFactor.of(hessian, order.expand(len(hessian), -1), damping, weight.dtype)
     target, result = weight[..., order], torch.empty_like(weight)
     is_pruned = torch.zeros_like(weight, dtype=torch.bool)
-    residual = torch.zeros_like(target) if linear is None else torch.linalg.solve_triangular(
-        factor.mT, linear.to(weight.dtype)[..., order], upper=True, left=False)
+    residual = torch.zeros_like(target) if linear is None else factor.solved(linear.to(weight.dtype)[..., order])
     patterns = torch.tensor([[column in pair for column in range(FOUR)] for pair in PAIRS], device=weight.device)
     for begin in range(len(order) - FOUR, -1, -FOUR):
         here = slice(begin, begin + FOUR)
-        corner = factor[:, here, here]
+        corner = factor.lower[:, here, here]
         best = target[..., here] + torch.linalg.solve_triangular(corner, residual[..., here], upper=False, left=False)
         inverse, costs, moved = torch.cholesky_inverse(corner), [], []
         for pair in PAIRS:
@@ -59,7 +58,7 @@ def prune_two_of_four(
         choice = torch.stack(costs).argmin(0)
         pruned = patterns[choice]
         kept = torch.stack(moved).gather(0, choice[None, ..., None].expand(1, *best.shape))[0].masked_fill(pruned, 0)
-        residual[..., :begin] += (target[..., here] - kept) @ factor[:, here, :begin]
+        residual[..., :begin] += (target[..., here] - kept) @ factor.lower[:, here, :begin]
         columns = order[here]
         result[..., columns], is_pruned[..., columns] = kept, pruned
     return is_pruned, result

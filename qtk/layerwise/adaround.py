@@ -35,7 +35,7 @@ class AdaRound:
     The encoding is the present one, or that which GPTQ chooses for weights of at most 4 bits.
 
     Each output takes the result of coordinate descent, from GPTQ's weights or an earlier method's, if the error of this
-    result is lower; with ``through_activation`` there is no such comparison.
+    result is lower.
 
     Args:
         iterations: steps of Adam, at most a million; a prior (``qtk.layerwise.candidates``) is chosen by a quarter.
@@ -77,18 +77,17 @@ class AdaRound:
 
     def apply(self, state: LayerState) -> LayerState:
         activation_error = self._activation_error(state) if self.through_activation else None
-        start = state if state.is_rounded or activation_error is not None else Gptq().apply(state)
+        start = state if state.is_rounded else Gptq().apply(state)
         state = replace(state, encoding=start.encoding)
         weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
         iterations = max(1, self.iterations // REHEARSED) if state.rehearses else self.iterations
         descent = RoundingDescent(iterations, self.learning_rate, self.regularization, self.warm_start)
         rounded = adaround(weight, grid, state.error, activation_error, descent)
-        if activation_error is not None:
-            return state.updated(weight=rounded[:, 0])
         descended = coordinate_descent(
             weight[:, 0], state.to_gemm(start.simulated_weight()), state.grid(), state.error
         )[:, None]
-        is_better = state.error.of(weight - rounded) <= state.error.of(weight - descended)
+        objective = activation_error or state.error
+        is_better = objective.of(weight - rounded) <= objective.of(weight - descended)
         return state.updated(weight=torch.where(is_better[..., None], rounded, descended)[:, 0])
 
     def _activation_error(self, state: LayerState) -> ActivationError | None:

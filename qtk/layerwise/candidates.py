@@ -11,9 +11,10 @@ either, the layer stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -77,13 +78,15 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     least = judge.error(start)
     best, gain, name = start, 0.0, NONE
     priors: Sequence[float] = PRIORS
+    known: dict[float, OutputError] = {}
     every = min(OUTPUT_STRIDE, len(start.weight) // MIN_OUTPUTS)
     some = slice(None, None, every)
     if every > 1 and (rehearsed := start.of_outputs(some)) is not None:
         few = judge.of_outputs(some, rehearsed)
-        found = _better(rehearsed, few, few.error(rehearsed), methods, floor, PRIORS)
-        priors = [prior for prior, _, _ in found][-1:]
-    for prior, best, gain in _better(start, judge, least, methods, floor, priors):  # noqa: B007  the last is best
+        for prior, rehearsal, _ in _better(rehearsed, few, few.error(rehearsed), methods, floor, PRIORS):
+            known = {prior: rehearsal.error}
+        priors = tuple(known)
+    for prior, best, gain in _better(start, judge, least, methods, floor, priors, known):  # noqa: B007  the last is best
         name = f"{_name(methods)}, prior {prior or 'least'}"
     if best is start and len(methods) > 1:
         for method in methods:
@@ -97,14 +100,17 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
 
 def _better(
     start: LayerState, judge: _Judge, least: float, methods: Sequence[LayerwiseMethod], floor: Tensor,
-    priors: Sequence[float],
+    priors: Sequence[float], known: Mapping[float, OutputError] = MappingProxyType({}),
 ) -> Iterator[tuple[float, LayerState, float]]:
-    """Prior, result and gain over ``least``, each better than the last, as long as the held-out error falls."""
+    """Prior, result and gain over ``least``, each better than the last, as long as the held-out error falls.
+
+    ``known``: errors of some outputs with these priors, of which Gram matrix and factors are taken.
+    """
     gain = 0.0
     for prior in priors:
         if prior and bool((floor >= prior).all()):
             continue
-        state = _applied(with_prior(start, floor.clamp(min=prior)), methods)
+        state = _applied(with_prior(start, floor.clamp(min=prior), known.get(prior)), methods)
         if (own_gain := least - judge.error(state)) > gain:
             gain = own_gain
             yield prior, state, gain
@@ -153,13 +159,13 @@ def unreached(gram: Tensor) -> Tensor:
     >>> round(unreached((x.mT @ x)[None, None]).item(), 2)  # of 2 / 3 of the columns that are not 0
     0.19
     """
-    damped = gram.flatten(0, 1).clone()
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    flat = gram.flatten(0, 1)
+    diagonal = flat.diagonal(dim1=-2, dim2=-1)
     is_alive, least = diagonal > 0, UNREACHED_POWER * diagonal.mean(-1, keepdim=True)
-    diagonal += least
-    factor, failed = cholesky(damped)
+    diagonal = diagonal + least
+    factor, failed = cholesky(flat.diagonal_scatter(diagonal, dim1=-2, dim2=-1))
     if bool(failed.any()):
-        factor = cholesky(damped.to(torch.float64))[0].to(gram.dtype)
+        factor = cholesky(flat.diagonal_scatter(diagonal, dim1=-2, dim2=-1).to(torch.float64))[0].to(gram.dtype)
     share = (least / factor.diagonal(dim1=-2, dim2=-1).square()).clamp(max=1) * is_alive
     share = (share.sum(-1) / is_alive.sum(-1).clamp(min=1)).nan_to_num()
     return share.clamp(max=1 - 1 / gram.shape[-1]).reshape(gram.shape[:2])
@@ -202,8 +208,10 @@ class _Judge:
         return error + float((moments.rows_of_means * (shift.square() - 2 * shift * mean)).sum())
 
 
-def with_prior(state: LayerState, prior: Tensor) -> LayerState:
-    """The state with a prior on its Gram matrix. Shape: ``prior`` [groups, blocks]."""
+def with_prior(state: LayerState, prior: Tensor, known: OutputError | None = None) -> LayerState:
+    """The state with a prior on its Gram matrix; ``known`` already has it. Shape: ``prior`` [groups, blocks]."""
+    if known is not None:
+        return replace(state, error=replace(known, linear=state.error.linear))
     gram = state.error.gram.clone()
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal += (prior * diagonal.mean(-1))[..., None]

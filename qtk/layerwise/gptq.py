@@ -82,10 +82,8 @@ class Gptq:
     def apply(self, state: LayerState) -> LayerState:
         """Raises: CalibrationError if the damped Hessian has no inverse."""
         error = state.error
-        feedback = Feedback.of(
-            state.to_gemm(state.float_weight), error.gram[:, 0],
-            None if error.linear is None else error.linear[:, 0], self.damping, self.act_order,
-        )
+        feedback = Feedback.of(state.to_gemm(state.float_weight), error.factor(self.damping, self.act_order),
+                               None if error.linear is None else error.linear[:, 0])
         index = _own_scales(state) if self.scales else None
         if index is None:
             return state.updated(weight=feedback.rounded(state.grid(), self.columns_at_once)[0])

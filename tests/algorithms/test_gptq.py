@@ -5,6 +5,7 @@ import torch
 
 from qtk.algorithms import gptq as module
 from qtk.algorithms.cholesky import PANEL
+from qtk.algorithms.hessian_factor import HessianFactor, column_order
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
@@ -40,6 +41,10 @@ def grid_of(weight, scale, zero, block_size):
 def gptq(weight, hessian, grid, linear=None, **settings):
     """One group of outputs."""
     return module.gptq(weight[None], hessian[None], grid[None], None if linear is None else linear[None], **settings)[0]
+
+
+def factor_of(hessian):
+    return HessianFactor.of(hessian[None], column_order(hessian[None], act_order=True), 0.01, torch.float64)
 
 
 def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
@@ -179,11 +184,11 @@ def test_targets_cost_nothing_while_columns_still_to_come_are_free(columns_at_on
     weight, x, scale, _, _ = problem(False, (1, WHOLE))
     hessian, moved = x.T @ x, torch.randn(WIDTH, OUT, generator=torch.Generator().manual_seed(1)).double()
     linear = 0.01 * hessian @ moved
-    feedback = module.Feedback.of(weight.double()[None], hessian[None], linear.T[None], 0.01, act_order=True)
+    feedback = module.Feedback.of(weight.double()[None], factor_of(hessian), linear.T[None])
     rounded, missing = feedback.rounded(grid_of(weight, scale, None, (1, WHOLE))[None], columns_at_once)
     target, power, lost = (each[0] for each in feedback.targets(rounded, missing))
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
-    change, order = weight.double() - rounded[0], feedback.order[0]
+    change, order = weight.double() - rounded[0], feedback.factor.order[0]
     for at, column in enumerate(order.tolist()):
         free, fixed = order[: at + 1], order[at + 1 :]
         right = linear[free].T + change[:, fixed] @ damped[fixed][:, free]
@@ -201,7 +206,7 @@ def test_what_is_missing_is_right_across_panels_of_the_factor(columns_at_once):
     columns, generator = PANEL + 44, torch.Generator().manual_seed(0)
     x = torch.randn(2 * columns, columns, generator=generator).double()
     weight, hessian = torch.randn(3, columns, generator=generator).double(), x.T @ x
-    feedback = module.Feedback.of(weight[None], hessian[None], None, 0.01, act_order=True)
+    feedback = module.Feedback.of(weight[None], factor_of(hessian), None)
     grid = grid_of(weight.float(), torch.full((3,), 0.4), None, (1, WHOLE))[None]
     rounded, missing = feedback.rounded(grid, columns_at_once)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
