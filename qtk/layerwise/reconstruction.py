@@ -45,7 +45,7 @@ class Reconstruction:
 
     iterations: int = 200
     window: int = 16
-    learning_rate: float = 0.02
+    learning_rate: float = 0.01
     range_learning_rate: float = 0.01
     bias_learning_rate: float = 0.01
     drop: float = 0.2
