@@ -68,7 +68,7 @@ def reads_free_number(node: fx.Node) -> bool:
 
 
 def free_number_table(table: Mapping[Decomposition, Any]) -> dict[Decomposition, Decomposition]:
-    """Decompositions of the operators where they read a free number; ``table`` holds those of fixed numbers."""
+    """Returns the decompositions for free numbers, which fall back to ``table`` where all numbers are fixed."""
     return {op: partial(_decomposed, decomposition, table.get(op)) for op, decomposition in FREE_NUMBERS.items()}
 
 
