@@ -22,7 +22,7 @@ from unittest import mock  # torch has loaded it
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import (
-    decomposition_table,  # by which tracers find shapes
+    decomposition_table,  # by which tracers find shapes, and what an op is made of
     register_decomposition,  # what torch.onnx.export makes of an op that it does not know
 )
 from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graphs (``cond``); what an ATen node calls
@@ -40,12 +40,12 @@ __all__ = [
     "CALL_ATTRIBUTES", "GLOBAL_HOOKS", "GRAPH_MODULE_NAMES", "HOOK_TABLES", "MODULE_CALL", "MODULE_TABLES",
     "BatchNormBase", "CallStructure", "DropoutBase", "FakeTensorMode", "HigherOrderOperator", "OpOverload",
     "TorchDispatchMode", "assert_when_run", "base_of", "below_autograd", "call_structure", "checking_sizes",
-    "custom_functions", "drop_input_guards", "empty_like", "flatten_as", "function_modes", "fx_pytree",
-    "graph_from_bytes", "graph_to_bytes", "has_length_hint", "has_onnx_function", "hooks",
+    "custom_functions", "decomposition_table", "drop_input_guards", "empty_like", "flatten_as", "function_modes",
+    "fx_pytree", "graph_from_bytes", "graph_to_bytes", "has_length_hint", "has_onnx_function", "hooks",
     "hooks_on_saved_tensors_work", "in_backward", "is_composed", "is_exporting", "is_in_onnx_export", "is_traced",
-    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept", "python_kernel",
-    "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names", "saves_result",
-    "schema_of", "size_guards", "size_text", "storage_of", "version_of", "without_modes",
+    "keep_result_as", "length_hint", "length_when", "load_decomposed_ops", "onnx_translations_kept",
+    "python_kernel", "pytree", "register_decomposition", "return_dict", "rnn_kernels", "rnn_parameter_names",
+    "saves_result", "schema_of", "size_guards", "size_text", "storage_of", "version_of", "without_modes",
 ]
 
 rnn_kernels = torch._VF

@@ -34,6 +34,7 @@ from qtk.torch_private import (
     call_structure,
     checking_sizes,
     custom_functions,
+    decomposition_table,
     drop_input_guards,
     empty_like,
     flatten_as,
@@ -437,6 +438,13 @@ def test_is_exporting_is_false_while_compiling():
     assert torch.compile(model, fullgraph=True, backend="eager")(x).tolist() == [0.0, 0.0]
     assert torch.export.export(model, (x,), strict=False).module()(x).tolist() == [1.0, 1.0]
     assert not is_exporting()
+
+
+def test_decomposition_table_says_what_an_op_is_made_of():
+    x = torch.linspace(-2, 2, 5)
+    aten = torch.ops.aten
+    for op, args in ((aten.celu.default, (x, 3)), (aten.addcmul.default, (x, x, x)), (aten.roll.default, (x, [2]))):
+        torch.testing.assert_close(decomposition_table[op](*args), op(*args))
 
 
 @pytest.mark.medium

@@ -5,6 +5,9 @@ input or another buffer is assigned, and writes all buffers in place at the end 
 buffer, and is returned or written into another one, has changed by then; and where the value that a buffer takes is
 returned too, the exporter returns the buffer, which the next call changes.
 
+What a buffer takes is detached where the float model has no gradients there: the learned ranges of a simulation would
+give it some, and keep the graph of the last call.
+
 A buffer that one graph of a model writes is data in all graphs: a graph that only reads it returns it, so that it is a
 state of their files too.
 """
@@ -15,6 +18,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
@@ -25,6 +29,8 @@ from qtk.graph.written_buffers import READ, WRITE, is_write, is_written, written
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
 from qtk.operators.targets import attribute
 from qtk.torch_private import base_of, pytree
+
+DETACH = torch.ops.aten.detach.default
 
 
 @contextmanager
@@ -81,6 +87,50 @@ def part_from_buffers(graph: fx.Graph) -> None:
         for user in [user for user in held.users if user is not read]:
             if not (is_write(user) and user.args[0] is held):
                 user.replace_input_with(held, read)
+
+
+def detach_writes(graph: fx.Graph, root: nn.Module, *, inputs_carry: bool) -> None:
+    """Detaches what a graph writes to buffers where the float model has no gradients there. Changes ``graph``.
+
+    Learned ranges would give such a value gradients, and the buffer would keep the graph of each call for the next
+    one, whose backward pass fails. A value that depends on a parameter is left as it is: the float model has its
+    gradients too, and a loss over several calls needs them, whether the parameter is frozen now or not.
+
+    Args:
+        graph: the graph, whose reads of buffers are copies.
+        root: holds what the graph reads and calls.
+        inputs_carry: whether the inputs may be values that other modules have computed.
+    """
+    values = {buffer.held: buffer.value for buffer in written_buffers(graph).values()}
+    for write in [node for node in graph.nodes if is_write(node)]:
+        value = write.args[1]
+        assert isinstance(value, fx.Node)
+        if value.target is not DETACH and not _has_gradients(value, values, root, inputs_carry=inputs_carry):
+            with graph.inserting_before(write):
+                detached = graph.call_function(DETACH, (value,))
+            detached.meta = dict(value.meta)
+            write.args = (write.args[0], detached)
+
+
+def _has_gradients(value: fx.Node, values: dict[fx.Node, fx.Node], root: nn.Module, *, inputs_carry: bool) -> bool:
+    """Says whether a value may depend on a parameter or, with ``inputs_carry``, an input, in calls before too.
+
+    Args: values: buffer → the value that it takes.
+    """
+    seen, pending = set[fx.Node](), [value]
+    while pending:
+        node = pending.pop()
+        if node in seen or node.target is DETACH:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and inputs_carry:
+            return True
+        if node.op == "get_attr" and isinstance(attribute(root, str(node.target)), nn.Parameter):
+            return True
+        if node.op == "call_module" and any(True for _ in root.get_submodule(str(node.target)).parameters()):
+            return True
+        pending += [*node.all_input_nodes, *([values[node]] if node in values else [])]
+    return False
 
 
 def pass_on_buffers(graphs: Collection[CapturedGraph]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from qtk.capture.buffer_writes import part_from_buffers
+from qtk.capture.buffer_writes import detach_writes, part_from_buffers
 from qtk.capture.embedding_bags import open_bags
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.parameter_writes import drop_parameter_writes
@@ -96,7 +96,7 @@ def canonicalize(
         if node.target in PRODUCTS:
             _make_linear(node, root)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
-    found_where({Trait.WRITES}, contents(graph.nodes), lambda: _replace_writes(graph, root), None)
+    found_where({Trait.WRITES}, contents(graph.nodes), lambda: _replace_writes(graph, root, place), None)
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
     captured_graph.meta[CONSTANTS] = constants_of(original)
@@ -104,9 +104,10 @@ def canonicalize(
     return captured_graph, swaps
 
 
-def _replace_writes(graph: fx.Graph, root: nn.Module) -> None:
+def _replace_writes(graph: fx.Graph, root: nn.Module, place: str) -> None:
     drop_parameter_writes(graph, root)
     part_from_buffers(graph)
+    detach_writes(graph, root, inputs_carry=bool(place))
 
 
 def _rename_hidden(program: ExportedProgram) -> None:

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import qtk
+from qtk.capture.buffer_writes import detach_writes
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.graph.written_buffers import READ, WRITE
 from tests.zoo.streams import STREAMS, frames, stream
 
 
@@ -111,3 +113,90 @@ def test_a_graph_writes_what_forward_writes(kind):
     pytest.param(name, marks=[] if name == "streams" else pytest.mark.slow) for name in STREAMS])
 def test_streams_are_one_graph(name):
     assert_equal_over_calls(stream(name), frames(name, 4))
+
+
+class Averaged(nn.Module):
+    """An input less its running mean, by its running deviation."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("square", torch.ones(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.square.mul_(0.9).add_(0.1 * (x - self.mean).square().mean(0))
+        return self.fc((x - self.mean) / (self.square + 1e-3).sqrt())
+
+
+class BatchNormOfOwn(Averaged):
+    """As a batch norm: the statistics of the batch in training, which are differentiated, and running ones."""
+
+    def forward(self, x):
+        x = self.fc(x)[:, :3]
+        mean, square = x.mean(0), x.var(0)
+        with torch.no_grad():
+            self.mean.lerp_(mean, 0.1)
+            self.square.lerp_(square, 0.1)
+        return (x - self.mean) / (square + 1e-3).sqrt()
+
+
+class Leaky(Averaged):
+    """A state without parameters that goes on into one with: a chain of states."""
+
+    def forward(self, x):
+        self.square = torch.tanh(0.5 * self.square + self.mean)
+        self.mean = 0.5 * self.mean + x.mean(0)
+        return self.fc(x + self.square)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", [Averaged, BatchNormOfOwn, Leaky])
+def test_states_keep_no_graph_where_ranges_are_learned(kind):
+    torch.manual_seed(0)
+    batches, model = torch.randn(3, 8, 3), kind().eval()
+    held = []
+    for learns in (False, True):
+        sim = qtk.QuantSim(copy.deepcopy(model), batches[0])
+        sim.compute_encodings(batches, progress=False)
+        if learns:
+            sim.learn_ranges()
+        sim.model.train()
+        for x in batches:
+            sim.model(x).square().sum().backward()
+            assert not any(buffer.requires_grad for buffer in sim.model.buffers())
+        assert all(each.grad.isfinite().all() for each in sim.model.parameters() if each.grad is not None)
+        held.append([sim.model.mean.clone(), sim.model.square.clone()])
+    for fixed, learned in zip(*held, strict=True):
+        assert torch.equal(fixed, learned)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_over_several_calls_passes_through_states_with_parameters(frozen):
+    torch.manual_seed(0)
+    model, frames = ReturnsTheNew().eval().requires_grad_(not frozen), torch.randn(3, 2, 3)
+    prepared = qtk.prepare_model(copy.deepcopy(model), frames[0])
+    gradients = []
+    for module in (model, prepared):
+        module.requires_grad_()
+        sum(module(x).square().sum() for x in frames).backward()
+        gradients.append(module.linear.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("inputs_carry", [False, True])
+def test_inputs_that_other_modules_compute_keep_gradients(inputs_carry):
+    root, graph = nn.Module(), fx.Graph()
+    root.register_buffer("mean", torch.zeros(3))
+    held, x = graph.get_attr("mean"), graph.placeholder("x")
+    value = graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(READ, (held,)), x))
+    write = graph.call_function(WRITE, (held, value))
+    graph.output((value,))
+    detach_writes(graph, root, inputs_carry=inputs_carry)
+    assert (write.args[1] is value) is inputs_carry
+    assert graph.output_node().args[0] == (value,)
+    before = len(graph.nodes)
+    detach_writes(graph, root, inputs_carry=inputs_carry)
+    assert len(graph.nodes) == before

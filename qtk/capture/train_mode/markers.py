@@ -7,6 +7,8 @@ which functionalization does not change; ``recover`` replaces these by modules a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, fx
 
@@ -101,6 +103,7 @@ def mark(module: fx.GraphModule) -> None:
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             inner = module.get_submodule(str(node.args[1].target))
             assert isinstance(inner, fx.GraphModule)
+            _detach_writes(inner)
             _detach_outputs(inner)
     for child in module.children():
         if isinstance(child, fx.GraphModule):
@@ -111,16 +114,30 @@ def mark(module: fx.GraphModule) -> None:
 def _detach_outputs(module: fx.GraphModule) -> None:
     """Detaches the outputs of a no-grad region, which functionalization inlines into the graph around it."""
     output = module.graph.output_node()
+    output.args = fx.node.map_arg(
+        output.args, lambda value: value if value.op == "placeholder" else _detached(value, output))
 
-    def detached(value: fx.Node) -> fx.Node:
-        if value.op == "placeholder" or not isinstance(value.meta.get("val"), Tensor):
-            return value
-        with module.graph.inserting_before(output):
-            node = module.graph.call_function(DETACH, (value,))
-        node.meta = dict(value.meta)
-        return node
 
-    output.args = fx.node.map_arg(output.args, detached)
+def _detach_writes(module: fx.GraphModule) -> None:
+    """Detaches what a no-grad region writes over values from outside of it."""
+    for node in list(module.graph.nodes):
+        schema = schema_of(node.target)
+        first = None if schema is None or not schema.arguments else schema.arguments[0].alias_info
+        if first is not None and first.is_write and not _is_private(node):
+            detached = partial(_detached, user=node)
+            node.args = (node.args[0], *fx.node.map_arg(node.args[1:], detached))
+            node.kwargs = fx.node.map_arg(node.kwargs, detached)
+
+
+def _detached(value: fx.Node, user: fx.Node) -> fx.Node:
+    """The detached value, for ``user``; the value itself if it is no tensor that can have gradients."""
+    made = value.meta.get("val")
+    if not isinstance(made, Tensor) or not (made.is_floating_point() or made.is_complex()):
+        return value
+    with user.graph.inserting_before(user):
+        node = user.graph.call_function(DETACH, (value,))
+    node.meta = dict(value.meta)
+    return node
 
 
 def purify(graph: fx.Graph) -> None:

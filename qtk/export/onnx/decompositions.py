@@ -17,7 +17,9 @@ from torch.export import ExportedProgram
 
 from qtk.export.onnx.adaptive_pools import ADAPTIVE_POOLS
 from qtk.export.onnx.complex_ops import DECOMPOSED
+from qtk.export.onnx.free_numbers import free_number_table, reads_free_number
 from qtk.export.onnx.further_decompositions import FURTHER
+from qtk.export.onnx.scattered_values import SCATTERS, is_scattered_wrongly
 from qtk.export.onnx.untranslated_ops import is_complex, nodes_of
 
 Table = Mapping[Callable[..., object], object]
@@ -36,7 +38,8 @@ TRANSLATED = frozenset((
 def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
     """Lets ``program.run_decompositions(table)`` return the program itself if none of its operators is in the table.
 
-    ``FURTHER`` and ``ADAPTIVE_POOLS`` belong to each table, ``DECOMPOSED`` where a program holds complex numbers.
+    ``FURTHER`` and ``ADAPTIVE_POOLS`` belong to each table, ``DECOMPOSED`` where a program holds complex numbers,
+    ``SCATTERS`` where it holds one that is translated wrongly, ``FREE_NUMBERS`` where an operator reads such a number.
 
     Returns: a list of the program that was returned last.
     """
@@ -79,7 +82,9 @@ def _decomposed(
 ) -> ExportedProgram:
     if table is not None:
         table = {**table, **FURTHER, **ADAPTIVE_POOLS,
-                 **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {})}
+                 **(DECOMPOSED if any(map(is_complex, nodes_of(program))) else {}),
+                 **(SCATTERS if any(map(is_scattered_wrongly, nodes_of(program))) else {}),
+                 **(free_number_table(table) if any(map(reads_free_number, nodes_of(program))) else {})}
     if table is None or options or any(map(partial(_is_decomposed, table), nodes_of(program))):
         returned[0] = ExportedProgram.run_decompositions(program, table, **options)
     return returned[0]

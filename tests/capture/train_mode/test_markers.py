@@ -1,11 +1,14 @@
 """Stand-ins take the place of what functionalization would lose, and of nothing else."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from qtk.capture.train_mode.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, mark, purify
+from qtk.workflow.prepare import prepare_model
 
 X = torch.randn(3, 4, 6)
 STAND_INS = (BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM)
@@ -69,6 +72,35 @@ def test_what_leaves_a_region_without_gradients_is_detached():
     assert [node.target for graph in inside for node in graph.graph.nodes].count(DETACH) == 1
     flat = program.run_decompositions({})
     assert [node.target for node in flat.graph.nodes].count(DETACH) == 1
+
+
+@pytest.mark.medium
+def test_what_a_region_without_gradients_writes_is_detached():
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("last", torch.zeros(2, 4))
+
+        def forward(self, x):
+            y = self.fc(x)
+            with torch.no_grad():
+                self.mean.lerp_(y.mean(0), 0.1)
+                self.last[0].copy_(y[0])
+            return y - self.mean - self.last
+
+    torch.manual_seed(0)
+    model = Averaged()
+    prepared, x = prepare_model(copy.deepcopy(model).eval(), torch.randn(2, 4)), torch.randn(2, 4)
+    for module in (model.train(), prepared.train()):
+        for _ in range(3):
+            module(x).square().sum().backward()
+    assert not prepared.mean.requires_grad
+    assert not prepared.last.requires_grad
+    for (name, value), other in zip(prepared.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(value, other, msg=name)
+    torch.testing.assert_close(prepared.fc.weight.grad, model.fc.weight.grad)
 
 
 def ops(forward, *inputs):
