@@ -259,8 +259,8 @@ def test_run_times_are_not_estimated_when_the_time_is_over(monkeypatch):
 
     monkeypatch.setattr(TrialBuilder, "price", slow)
     monkeypatch.setattr("qtk.auto.quantize.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
-    settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": 0.0, "progress": False}
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    settings = {"weight_bits": 4, "activation_bits": 8, "max_drop": 0.0, "progress": False}
     batches = [torch.randn(16, 8) for _ in range(4)]
     _, account = qtk.quantize(net, batches, time_limit=10.0, **settings)
     assert len(estimated) == 1

@@ -39,7 +39,7 @@ class Fault:
 
 
 FAULTS = (
-    Fault("qtk/algorithms/gptq.py", "damping * diagonal.mean(-1, keepdim=True)", "damping * diagonal"),
+    Fault("qtk/algorithms/hessian_factor.py", "damping * diagonal.mean(-1, keepdim=True)", "damping * diagonal"),
     Fault("qtk/algorithms/smooth_quant.py", "alive = (inputs > 0) & (weights > 0)",
           "alive = (inputs > 0) | (weights > 0)"),
     Fault("qtk/auto/widths.py", "fixed += float(costs)", "fixed = float(costs)"),
