@@ -101,7 +101,7 @@ def test_an_evaluation_that_fails_costs_its_trial_alone(kind):
             if isinstance(kind, Exception):
                 raise kind
             return kind
-        return 1.0 if count == 0 else 0.5
+        return 0.5 if count == 1 else 1.0  # the trial after the failed one ends the search
 
     _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, evaluate=metric, progress=False)
     failed = [trial for trial in account.trials if trial.reason and trial.reason.startswith("failed: ")]
@@ -117,8 +117,10 @@ def test_an_evaluation_that_fails_in_float_is_an_error():
 
 
 @pytest.mark.medium
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
-    settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": -1.0, "progress": False}
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("qtk.auto.trial_order.CHAINS", (("gptq", "bias_correction"),))
+    monkeypatch.setattr("qtk.auto.trial_order.TRIED_SCHEMES", ("mse",))
+    settings = {"weight_bits": 4, "activation_bits": 5, "max_drop": -1.0, "progress": False}  # no block is learned
     evaluated = []
 
     def metric(net):
@@ -224,7 +226,7 @@ class Scalar(nn.Module):
 
 @pytest.mark.medium
 def test_a_ranking_that_fails_leaves_what_was_found():
-    sim, account = qtk.quantize(Scalar().eval(), BATCHES, weight_bits=4, activation_bits=4, max_drop=-1.0,
+    sim, account = qtk.quantize(Scalar().eval(), BATCHES, weight_bits=4, activation_bits=5, max_drop=-1.0,
                                 progress=False)
     assert account.trials[-1].step == "ranking the sites"
     assert account.trials[-1].reason.startswith("failed: CalibrationError: ")
@@ -258,6 +260,8 @@ def test_run_times_are_not_estimated_when_the_time_is_over(monkeypatch):
         return price(self, choices, sim)
 
     monkeypatch.setattr(TrialBuilder, "price", slow)
+    for steps in ("TRIED_SCHEMES", "TRIED_TRANSFORMS", "CHAINS"):  # which are tried before run times are estimated
+        monkeypatch.setattr(f"qtk.auto.trial_order.{steps}", ())
     monkeypatch.setattr("qtk.auto.quantize.time", SimpleNamespace(monotonic=lambda: clock[0]))
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     settings = {"weight_bits": 4, "activation_bits": 8, "max_drop": 0.0, "progress": False}
@@ -326,7 +330,8 @@ def outliers():
 
 
 @pytest.mark.medium
-def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain_calibration():
+def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain_calibration(monkeypatch):
+    monkeypatch.setattr("qtk.runtimes.latency.WARM_UP_S", 0.0)
     net, data = outliers()
     sim, account = qtk.quantize(net, data, progress=False)
     assert [trial.step for trial in account.trials] == ["plain calibration", "dynamic quantization"]
