@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -45,6 +46,7 @@ HEIGHT = {package: height for height, floor in enumerate(FLOORS) for package in 
 MAX_LINES = 400
 NO_NOUN = {"utils", "util", "helpers", "helper", "common", "misc"}
 BANNED = ("torch.ao", "torch.onnx._internal", "torch.quantization")
+LAST_NAMES = {name.rpartition(".")[2] for name in BANNED}
 ALLOWED = ("torch.ao.quantization.fx._decomposed", "torch.onnx._internal.exporter._registration")
 """Ops that torch's lowerings read, and the translations that its exporter parses; torch_private alone loads them."""
 HEAVY = {"triton", "onnx", "onnxruntime", "onnxscript", "torchvision", "timm", "rich", "typer", "matplotlib", "sklearn",
@@ -82,13 +84,19 @@ def read_package(root: Path) -> dict[str, tuple[str, str]]:
     return modules
 
 
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source, which several tests read and none changes."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports_of(modules: Mapping[str, tuple[str, str]]) -> Iterator[Import]:
     """Every import: at the top, inside functions, under TYPE_CHECKING, and by ``import_module("literal")``.
 
     ``from a import b`` imports module ``a.b`` where there is one, else ``a``.
     """
     for importer, (path, source) in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             place = f"{path}:{getattr(node, 'lineno', 0)}"
             match node:
                 case ast.Import(names):
@@ -160,8 +168,8 @@ def attribute_faults(modules: Mapping[str, tuple[str, str]]) -> list[str]:
     return [
         f"{path}:{node.lineno}: uses {ast.unparse(node)}, which is banned"
         for path, source in modules.values()
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in BANNED
+        for node in nodes_of(source)
+        if isinstance(node, ast.Attribute) and node.attr in LAST_NAMES and ast.unparse(node) in BANNED
     ]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
 from qtk.torch_private import MODULE_TABLES
-from tests.architecture.test_floors import ROOT, read_package
+from tests.architecture.test_floors import ROOT, nodes_of, read_package
 
 DOOR = "qtk.torch_private"
 ALLOWED = {*MODULE_TABLES, "_apply"}
@@ -19,9 +19,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def imported_privately(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def imported_privately(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """``import torch._x`` and ``from torch.a import _b``, ``from torch._x import b``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names):
                 full = [alias.name for alias in names]
@@ -35,11 +35,11 @@ def imported_privately(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def defined(trees: Mapping[str, ast.AST]) -> set[str]:
+def defined(modules: Iterable[Iterable[ast.AST]]) -> set[str]:
     """Private names that the package gives to its own functions and attributes."""
     names: set[str] = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for nodes in modules:
+        for node in nodes:
             match node:
                 case ast.FunctionDef(name) | ast.ClassDef(name):
                     names.add(name)
@@ -48,9 +48,9 @@ def defined(trees: Mapping[str, ast.AST]) -> set[str]:
     return names
 
 
-def reached_privately(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+def reached_privately(nodes: Iterable[ast.AST], own: set[str]) -> Iterator[tuple[int, str]]:
     """``torch._x``, ``graph._codegen`` and ``getattr(op, "_schema")``; names of ATen ops (``_to_copy``) are public."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(value, name) if is_private(name):
                 base = ast.unparse(value)
@@ -64,12 +64,12 @@ def reached_privately(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]
 
 def private_names(modules: Mapping[str, tuple[str, str]]) -> list[str]:
     """One line for every private name of torch outside the door."""
-    trees = {name: ast.parse(source) for name, (_, source) in modules.items()}
-    own = defined(trees)
+    nodes = {name: nodes_of(source) for name, (_, source) in modules.items()}
+    own = defined(nodes.values())
     return [
         f"{modules[name][0]}:{line}: {found} is private to torch; take it from {DOOR}"
-        for name, tree in trees.items() if name != DOOR
-        for line, found in (*imported_privately(tree), *reached_privately(tree, own))
+        for name, each in nodes.items() if name != DOOR
+        for line, found in (*imported_privately(each), *reached_privately(each, own))
     ]
 
 
