@@ -52,6 +52,14 @@ def exported(sim, folder):
     return torch.export.load(folder / "model.pt2")
 
 
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory):
+    """The file of a simulation, which tests read and leave as it is."""
+    folder = tmp_path_factory.mktemp("residual") / "export"
+    simulated("residual").export(folder, formats="pt2e")
+    return folder / "model.pt2"
+
+
 def results(model, inputs):
     args, kwargs = split_inputs(inputs)
     with torch.no_grad():
@@ -166,13 +174,12 @@ def test_codes_at_any_scale_differ_by_one_at_most_and_seldom():
 
 
 @pytest.mark.medium
-def test_integers_are_stored_and_the_floats_they_stand_for_are_not(tmp_path):
-    sim = simulated("residual")
-    state = exported(sim, tmp_path / "export").state_dict
+def test_integers_are_stored_and_the_floats_they_stand_for_are_not(residual):
+    state = torch.export.load(residual).state_dict
     stored = {name: tensor.dtype for name, tensor in state.items() if name.endswith(".codes")}
     assert stored
     assert set(stored.values()) == {torch.int8}
-    weights = [name for name in sim.encodings() if name.endswith("weight")]
+    weights = [name for name in simulated("residual").encodings() if name.endswith("weight")]
     assert weights
     assert not set(weights) & set(state)
 
@@ -205,19 +212,19 @@ def test_what_is_read_back_is_the_simulation(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_file_of_other_numbers_is_found(tmp_path):
+def test_a_file_of_other_numbers_is_found(residual):
     sim = simulated("residual")
-    exported(sim, tmp_path / "export")
-    file, (graph,) = tmp_path / "export" / "model.pt2", roots(sim.model).values()
+    (graph,) = roots(sim.model).values()
+    compare_with_simulation(residual, graph)
     name, quantizer = next((name, each) for name, each in sim.quantizers.items() if name.endswith("weight"))
     encoding = quantizer.encoding
     with torch.no_grad():
         graph.get_parameter(name).flatten()[0] += 3 * encoding.scale.max()
     with pytest.raises(ExportError, match=f"{name}: the stored integers"):
-        compare_with_simulation(file, graph)
+        compare_with_simulation(residual, graph)
     quantizer.load_encoding(Encoding(encoding.spec, encoding.scale * 2, encoding.zero_point))
     with pytest.raises(ExportError, match=rf"{name}: scale\[0\]"):
-        compare_with_simulation(file, graph)
+        compare_with_simulation(residual, graph)
 
 
 def test_a_file_that_is_no_program_is_named(tmp_path):
@@ -227,9 +234,8 @@ def test_a_file_that_is_no_program_is_named(tmp_path):
 
 
 @pytest.mark.medium
-def test_the_file_holds_no_paths_of_this_machine(tmp_path):
-    exported(simulated("residual"), tmp_path / "export")
-    with zipfile.ZipFile(tmp_path / "export" / "model.pt2") as archive:
+def test_the_file_holds_no_paths_of_this_machine(residual):
+    with zipfile.ZipFile(residual) as archive:
         content = b"".join(archive.read(name) for name in archive.namelist())
     assert str(Path(__file__).parent).encode() not in content
     assert str(Path(torch.__file__).parent).encode() not in content
