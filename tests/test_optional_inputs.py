@@ -222,7 +222,7 @@ def test_copies_serve_all_kinds(all_kinds, copied):
 
 
 @pytest.mark.medium
-def test_save_and_load(tmp_path):
+def test_save_and_load(with_labels, tmp_path):
     variants = [KINDS["labels"], KINDS["mask"]]
     prepared = qtk.prepare_model(model(), PLAIN, variants=variants)
     sim = simulation(data=[PLAIN, KINDS["mask"]], prepared=prepared)
@@ -231,8 +231,8 @@ def test_save_and_load(tmp_path):
     again = qtk.QuantSim.load(tmp_path / "saved", prepared, PLAIN)
     for inputs in (PLAIN, *variants):
         assert equal(again.model(**inputs), sim.model(**inputs))
-    with pytest.raises(EncodingError, match=r"graphs for 2 variants, .* and 0 are given"):
-        qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN)
+    with pytest.raises(EncodingError, match=r"graphs for 2 variants, .* and 1 are given"):
+        qtk.QuantSim.load(tmp_path / "saved", with_labels, PLAIN)
     with pytest.raises(EncodingError, match=r"in another order;(.|\n)*variants\[0\] .*labels(.|\n)*ops, or their"):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants[::-1])
     with pytest.raises(EncodingError, match=r"or of other calls:(.|\n)*variants\[1\] .*mask.*, given: .*"):
