@@ -330,8 +330,7 @@ def outliers():
 
 
 @pytest.mark.medium
-def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain_calibration(monkeypatch):
-    monkeypatch.setattr("qtk.runtimes.latency.WARM_UP_S", 0.0)
+def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain_calibration():
     net, data = outliers()
     sim, account = qtk.quantize(net, data, progress=False)
     assert [trial.step for trial in account.trials] == ["plain calibration", "dynamic quantization"]
