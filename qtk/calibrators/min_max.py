@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qtk.core.encoding import HOST, Encoding, encodings_to, moved
@@ -30,14 +31,8 @@ class MinMax:
         return encodings_of_ranges(observers, specs)
 
 
-def encodings_of_ranges(
-    observers: Sequence[Observer], specs: Sequence[QuantSpec],
-    adapted: Callable[[Tensor, Tensor, QuantSpec], tuple[Tensor, Tensor]] = lambda low, high, spec: (low, high),
-) -> list[Encoding]:
-    """The encoding of the range of each observer, ``adapted`` to its spec.
-
-    Raises: CalibrationError if a scale saw nothing.
-    """
+def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+    """The encoding of the range of each observer. Raises: CalibrationError if a scale saw nothing."""
     bounds: list[Tensor] = []
     for observer in observers:
         assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
@@ -47,8 +42,26 @@ def encodings_of_ranges(
         bounds += minimum, maximum
     device = bounds[0].device if bounds else HOST
     on_host = moved(bounds, HOST)
-    ranges = zip(on_host[::2], on_host[1::2], specs, strict=True)
-    return encodings_to([encoding_of_range(*adapted(low, high, spec), spec) for low, high, spec in ranges], device)
+    ranges = list(zip(on_host[::2], on_host[1::2], specs, strict=True))
+    together = _of_one_scale(ranges)
+    return encodings_to([together[index] if index in together else encoding_of_range(*each)
+                         for index, each in enumerate(ranges)], device)
+
+
+def _of_one_scale(ranges: Sequence[tuple[Tensor, Tensor, QuantSpec]]) -> dict[int, Encoding]:
+    """Index → encoding of the ranges of one scale, computed together where their spec is the same.
+
+    An op on a small tensor takes as long as one on all of them.
+    """
+    of_spec: dict[QuantSpec, list[int]] = {}
+    for index, (low, _, spec) in enumerate(ranges):
+        if low.shape == (1,) and spec.scale_format is None:
+            of_spec.setdefault(spec, []).append(index)
+    encodings: dict[int, Encoding] = {}
+    for spec, indices in of_spec.items():
+        low, high = (torch.cat([ranges[index][side] for index in indices]) for side in (0, 1))  # type: ignore[misc]
+        encodings |= zip(indices, encoding_of_range(low, high, spec).split(), strict=True)
+    return encodings
 
 
 def encoding_of_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> Encoding:

@@ -42,7 +42,7 @@ class Encoding:
             raise EncodingError(f"zero_point must be int32 of shape {tuple(self.scale.shape)}, got {zero.dtype} of "
                                 f"{tuple(zero.shape)}")
         if not bool(self._is_valid()):  # one look, for an accelerator is waited for
-            if not bool(_are_positive(self.scale)):
+            if not bool(_are_positive(self.scale).all()):
                 raise EncodingError("every scale must be finite and positive")
             raise EncodingError(f"every zero point must lie in {self.spec.qmin}…{self.spec.qmax}")
 
@@ -60,10 +60,16 @@ class Encoding:
         return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
 
     def _is_valid(self) -> Tensor:
-        positive = _are_positive(self.scale)
-        if self.zero_point is None:
-            return positive
-        return positive & (self.zero_point >= self.spec.qmin).all() & (self.zero_point <= self.spec.qmax).all()
+        valid = _are_positive(self.scale)
+        if self.zero_point is not None:
+            valid = valid & (self.zero_point >= self.spec.qmin) & (self.zero_point <= self.spec.qmax)
+        return valid.all()
+
+    def split(self) -> list[Encoding]:
+        """Returns an encoding for each element of ``scale``, which has one axis. Shape: their scales [1]."""
+        zero_points = [None] * len(self.scale) if self.zero_point is None else torch.split(self.zero_point, 1)
+        return [_unchecked(self.spec, scale, zero_point)
+                for scale, zero_point in zip(torch.split(self.scale, 1), zero_points, strict=True)]
 
     def to(self, device: torch.device) -> Encoding:
         """Returns a copy with the tensors on ``device``."""
@@ -103,7 +109,8 @@ def _unchecked(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Enc
 
 
 def _are_positive(scale: Tensor) -> Tensor:
-    return torch.isfinite(scale).all() & (scale > 0).all()
+    """Says of each scale whether it is positive and finite."""
+    return (scale > 0) & (scale < torch.inf)
 
 
 HOST = torch.device("cpu")

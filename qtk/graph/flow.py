@@ -219,9 +219,10 @@ def loss_nodes(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node.op in ("get_attr", "output") or not node.users:
             continue
+        if not all(_ends(node, user, tail) for user in node.users):
+            continue
         row = row_of(node)
-        has_weights = row is not None and bool(row.weights or row.multiplies)
-        if not has_weights and not _is_composite(node) and all(_ends(node, user, tail) for user in node.users):
+        if not (row is not None and (row.weights or row.multiplies)) and not _is_composite(node):
             tail.add(node)
     loss = {node for node in tail if node.op == "placeholder"}
     for node in graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -13,12 +14,23 @@ from qtk.operators.targets import called_module
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
     """Module path → captured graph, outer graphs before nested ones; variants as ``path@1`` and so on."""
-    by_path = {}
-    for path, module in model.named_modules():
+    by_path: dict[str, CapturedGraph] = {}
+    for path, module in _above_leaves(model, "", set()):
         if isinstance(module, CapturedGraph):
             by_path[path] = module
             by_path |= {f"{path}@{index}": graph for index, graph in enumerate(module.variants.values(), 1)}
     return by_path
+
+
+def _above_leaves(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields path and module as ``named_modules`` does, without modules that hold none, but graphs: most are such."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and (child._modules or isinstance(child, CapturedGraph)):
+            yield from _above_leaves(child, f"{path}.{name}" if path else name, seen)
 
 
 def roots(model: nn.Module) -> dict[str, CapturedGraph]:

@@ -34,24 +34,10 @@ def op_name(node: fx.Node) -> str:
 def row_of(node: fx.Node) -> OpRow | None:
     """The row of the op that a node calls; ``None`` if the op has no row, or the node calls no op."""
     if node.op == "call_module":
-        match called_module(node):
-            case ChannelClamp():
-                return ROWS["qtk::channel_clamp"]
-            case ScaleShift():
-                return ROWS["qtk::scale_shift"]
-            case Dropout():
-                return ROWS["dropout"]
-            case InstanceNorm():
-                return ROWS["instance_norm"]
-            case ChannelScale():
-                return CHANNEL_SCALE
-            case Attention():
-                return ROWS["scaled_dot_product_attention"]
-            case Recurrent(kind=kind) | RecurrentCell(kind=kind):
-                return RECURRENT[kind.partition("_")[0]]
-            case Scan():
-                return SCAN
-        return None
+        module = called_module(node)
+        if isinstance(module, (Recurrent, RecurrentCell)):
+            return RECURRENT[module.kind.partition("_")[0]]
+        return next((OF_MODULES[kind] for kind in type(module).__mro__ if kind in OF_MODULES), None)
     if node.op != "call_function":
         return None
     schema = schema_of(node.target)
@@ -80,6 +66,13 @@ OF_FUNCTIONS: dict[object, OpRow] = {
     operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
 }
 """Functions in Python that graphs call → their rows."""
+
+OF_MODULES: dict[type, OpRow] = {
+    ChannelClamp: ROWS["qtk::channel_clamp"], ScaleShift: ROWS["qtk::scale_shift"], Dropout: ROWS["dropout"],
+    InstanceNorm: ROWS["instance_norm"], ChannelScale: CHANNEL_SCALE, Scan: SCAN,
+    Attention: ROWS["scaled_dot_product_attention"],
+}
+"""Classes of modules that graphs call → their rows, but of recurrent layers, which are of several kinds."""
 
 ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")
 """A group norm over all channels: a layer norm, by which transformers on images normalize their tokens."""

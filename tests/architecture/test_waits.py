@@ -43,7 +43,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "core/encoding.py": {
         "bool(self._is_valid())": "one look at an encoding that a user makes; calibrations make theirs on the CPU",
-        "bool(_are_positive(self.scale))": AN_ERROR,
+        "bool(_are_positive(self.scale).all())": AN_ERROR,
         "torch.equal(self.scale, other.scale)": "that is what is asked for",
         "torch.equal(self.zero_point, other.zero_point)": "that is what is asked for",
     },

@@ -32,6 +32,17 @@ def test_the_range_seen_just_fits(spec):
     torch.testing.assert_close(encoding.scale.flatten().double(), step, rtol=1e-6, atol=0)
 
 
+def test_a_site_has_the_encoding_that_it_has_alone():
+    specs = [*SPECS, SPECS[0], QuantSpec(dtype("fp4_e2m1"), PerTensor(), symmetric=True), SPECS[1], SPECS[1]]
+    calibrator, observers = MinMax(), []
+    for index, spec in enumerate(specs):
+        observers.append(calibrator.observer(spec.granularity))
+        observers[-1].observe(torch.randn(3, 8) * (index + 1))
+    together = calibrator.encodings(observers, specs)
+    for encoding, observer, spec in zip(together, observers, specs, strict=True):
+        assert encoding.equals(calibrator.encodings([observer], [spec])[0])
+
+
 def test_no_data_is_an_error():
     calibrator = MinMax()
     observer = calibrator.observer(PerTensor())

@@ -46,6 +46,14 @@ def test_numbers_that_cannot_be_are_refused(spec, scale, zero_point, said):
         Encoding(spec, scale, zero_point)
 
 
+@pytest.mark.parametrize(("spec", "zero_point"), [(SYMMETRIC, None), (ASYMMETRIC, ints(3, 250))])
+def test_a_row_of_scales_splits_into_encodings_of_one(spec, zero_point):
+    parts = Encoding(spec, torch.tensor([0.5, 2.0]), zero_point).split()
+    assert [(part.spec, part.scale.tolist()) for part in parts] == [(spec, [0.5]), (spec, [2.0])]
+    zeros = [None if part.zero_point is None else part.zero_point.tolist() for part in parts]
+    assert zeros == ([None, None] if zero_point is None else [[3], [250]])
+
+
 def test_equality_is_of_spec_and_bits():
     one = Encoding(ASYMMETRIC, torch.ones(2), ints(1, 2))
     assert one.equals(Encoding(ASYMMETRIC, torch.ones(2), ints(1, 2)))

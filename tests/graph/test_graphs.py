@@ -1,8 +1,10 @@
 """Which captured graphs a prepared model holds, and which lie in which."""
 
 import pytest
+from torch import fx, nn
 
 import qtk
+from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from tests.zoo.models import ZOO
 from tests.zoo.python import PYTHON
@@ -37,6 +39,16 @@ def test_a_graph_inside_a_module_of_another_is_nested_in_the_node_that_calls_it(
     nested = [graph for node in model.graph.nodes for graph in nested_graphs(node).values()]
     assert len(nested) == len(inner)
     assert set(nested) == set(inner.values())
+
+
+@pytest.mark.medium
+def test_graphs_are_found_at_the_path_where_modules_are_named_first():
+    leaf = CapturedGraph(nn.Module(), fx.Graph())  # of no modules
+    model = nn.ModuleDict({"a": nn.ModuleDict({"b": leaf, "c": nn.ReLU()}), "d": nn.ModuleList([leaf, nn.ReLU()]),
+                           "e": prepared(ZOO["gru"])})
+    named = [path for path, module in model.named_modules() if isinstance(module, CapturedGraph)]
+    assert list(graphs(model)) == named
+    assert named[:2] == ["a.b", "e"]
 
 
 @pytest.mark.medium
