@@ -59,7 +59,8 @@ def _of_one_scale(ranges: Sequence[tuple[Tensor, Tensor, QuantSpec]]) -> dict[in
             of_spec.setdefault(spec, []).append(index)
     encodings: dict[int, Encoding] = {}
     for spec, indices in of_spec.items():
-        low, high = (torch.cat([ranges[index][side] for index in indices]) for side in (0, 1))  # type: ignore[misc]
+        low = torch.cat([ranges[index][0] for index in indices])
+        high = torch.cat([ranges[index][1] for index in indices])
         encodings |= zip(indices, encoding_of_range(low, high, spec).split(), strict=True)
     return encodings
 
