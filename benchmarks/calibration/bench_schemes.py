@@ -2,8 +2,9 @@
 
 Every weight and activation is observed and searched (W8A8, default target). The schemes, the original model's forward,
 ``prepare_model`` with ``QuantSim``, and the export of the first that torch.export makes with a free batch take turns in
-one process; each figure is the median over the turns. No speed is given for a scheme unless every
-site got an encoding. Weights are random: the time does not depend on them.
+one process; each figure is the median over the turns. No speed is given for a scheme unless every site got an
+encoding. Weights are random: the time does not depend on them. ``forward past the sites`` is the floor of every scheme:
+the float forward in operators with sites between them, where nothing reads the values.
 
     python benchmarks/calibration/bench_schemes.py --csv schemes.csv
     python benchmarks/calibration/bench_schemes.py --memory            # peak memory at 10 and at 1,000 batches
@@ -32,16 +33,35 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from turns import commit, write_csv
 
 import qtk
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
 
 MODELS = ("vit_small_patch16_224", "resnet50")
 SCHEMES = ("min_max", "moving_average", "percentile", "mse", "activation_mse", "entropy", "tf_enhanced")
 ORIGINAL, EXPORT, PREPARE = "original fp32 forward", "torch.export.export", "prepare_model and QuantSim"
+PAST_SITES = "forward past the sites"
 
 
 def forward(model: nn.Module, batches: list[Tensor]) -> None:
     with torch.no_grad():
         for batch in batches:
             model(batch)
+
+
+class Blind:
+    """Stands at a site in place of an observer and reads nothing."""
+
+    def observe(self, x: Tensor) -> None: ...
+
+
+def forward_past_sites(sim: qtk.QuantSim, batches: list[Tensor]) -> None:
+    quantizers = list(sim.quantizers.values())
+    for quantizer in quantizers:
+        quantizer.observer = Blind()
+    with in_mode(quantizers, Mode.OBSERVE):
+        forward(sim.model, batches)
+    for quantizer in quantizers:
+        quantizer.observer = None
 
 
 def measure(
@@ -56,6 +76,7 @@ def measure(
     actions |= {
         scheme: lambda sim=sim: sim.compute_encodings(batches, progress=False) for scheme, sim in sims.items()
     }
+    actions[PAST_SITES] = lambda: forward_past_sites(sims[schemes[0]], batches)
     free = ({0: torch.export.Dim.AUTO},)
     actions[EXPORT] = lambda: torch.export.export(model, (batches[0],), dynamic_shapes=free)
     actions[PREPARE] = lambda: qtk.QuantSim(qtk.prepare_model(model, batches[0]), batches[0])
@@ -128,7 +149,7 @@ def main() -> None:
         print_memory(list(arguments.schemes))
         return
     rows: list[dict[str, object]] = []
-    with tqdm(total=(len(arguments.schemes) + 3) * arguments.repeats * len(arguments.models), unit="run") as progress:
+    with tqdm(total=(len(arguments.schemes) + 4) * arguments.repeats * len(arguments.models), unit="run") as progress:
         for name in arguments.models:
             rows += measure(name, list(arguments.schemes), arguments.batches, arguments.batch_size, arguments.repeats,
                             progress)
