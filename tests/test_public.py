@@ -72,9 +72,14 @@ def test_a_value_is_shown_however_large():
     assert len(str(caught.value)) < 2000
 
 
-def test_a_call_that_does_not_bind_names_the_signature():
-    with pytest.raises(ArgumentError, match=r"dtype: too many positional arguments; its signature is dtype\(name\)"):
-        qtk.dtype("int8", 3)
+@pytest.mark.parametrize(("args", "kwargs", "said"), [
+    (("int8", 3), {}, "too many positional arguments"), ((), {}, "missing a required argument: 'name'"),
+    (("int8",), {"name": "int8"}, "multiple values for argument 'name'"),
+    (("int8",), {"bits": 8}, "got an unexpected keyword argument 'bits'"),
+])
+def test_a_call_that_does_not_bind_names_the_signature(args, kwargs, said):
+    with pytest.raises(ArgumentError, match=rf"dtype: {said}; its signature is dtype\(name\)"):
+        qtk.dtype(*args, **kwargs)
 
 
 def sim() -> QuantSim:

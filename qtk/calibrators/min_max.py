@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qtk.core.encoding import HOST, Encoding, encodings_to, moved
 from qtk.core.granularity import Granularity
-from qtk.core.spec import QuantSpec
+from qtk.core.spec import PER_TENSOR, QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers import min_max, moving_average
@@ -42,27 +43,37 @@ def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec
         bounds += minimum, maximum
     device = bounds[0].device if bounds else HOST
     on_host = moved(bounds, HOST)
-    ranges = list(zip(on_host[::2], on_host[1::2], specs, strict=True))
-    together = _of_one_scale(ranges)
-    return encodings_to([together[index] if index in together else encoding_of_range(*each)
-                         for index, each in enumerate(ranges)], device)
+    return encodings_to(encodings_of(list(zip(on_host[::2], on_host[1::2], specs, strict=True))), device)
 
 
-def _of_one_scale(ranges: Sequence[tuple[Tensor, Tensor, QuantSpec]]) -> dict[int, Encoding]:
-    """Index → encoding of the ranges of one scale, computed together where their spec is the same.
+def encodings_of(ranges: Sequence[tuple[Tensor, Tensor, QuantSpec]]) -> list[Encoding]:
+    """The encodings of ranges, computed together where they have the same codes.
 
-    An op on a small tensor takes as long as one on all of them.
+    An op on a small tensor takes as long as one on many. Scales that are stored in few bits depend on each other.
+
+    Args:
+        ranges: minimum, maximum and spec of each; as of ``encoding_of_range``.
+
+    Raises: CalibrationError if there is no range.
     """
-    of_spec: dict[QuantSpec, list[int]] = {}
-    for index, (low, _, spec) in enumerate(ranges):
-        if low.shape == (1,) and spec.scale_format is None:
-            of_spec.setdefault(spec, []).append(index)
     encodings: dict[int, Encoding] = {}
-    for spec, indices in of_spec.items():
-        low = torch.cat([ranges[index][0] for index in indices])
-        high = torch.cat([ranges[index][1] for index in indices])
-        encodings |= zip(indices, encoding_of_range(low, high, spec).split(), strict=True)
-    return encodings
+    same_codes: dict[QuantSpec, list[int]] = defaultdict(list)
+    for index, (minimum, maximum, spec) in enumerate(ranges):
+        if spec.scale_format is None:
+            same_codes[replace(spec, granularity=PER_TENSOR)].append(index)
+        else:
+            encodings[index] = encoding_of_range(minimum, maximum, spec)
+    for codes, indices in same_codes.items():
+        minima, maxima, specs = zip(*(ranges[index] for index in indices), strict=True)
+        try:
+            low, high = (torch.cat([end.reshape(-1) for end in ends]) for ends in (minima, maxima))
+            joined = encoding_of_range(low, high, codes)
+        except CalibrationError:  # each alone says where
+            encodings |= {index: encoding_of_range(*ranges[index]) for index in indices}
+        else:
+            shapes = [minimum.shape for minimum in minima]
+            encodings |= zip(indices, joined.split(list(zip(specs, shapes, strict=True))), strict=True)
+    return [encodings[index] for index in range(len(ranges))]
 
 
 def encoding_of_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> Encoding:

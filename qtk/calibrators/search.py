@@ -10,11 +10,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.calibrators.min_max import encoding_of_range
+from qtk.calibrators.min_max import encoding_of_range, encodings_of
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import HOST, Encoding, encodings_to, moved
-from qtk.core.granularity import Granularity, PerTensor
-from qtk.core.spec import QuantSpec
+from qtk.core.granularity import Granularity
+from qtk.core.spec import PER_TENSOR, QuantSpec
 from qtk.numerics.ranges import covering_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
@@ -96,9 +96,9 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
         site = _Site(number, spec, observer.shape, observer.samples())
         device = site.samples.low.device
         if spec.scale_format is not None:
-            encodings[number] = site.full_range(*moved((site.samples.low, site.samples.high), HOST))
+            encodings[number] = encoding_of_range(*site.range(*moved((site.samples.low, site.samples.high), HOST)))
             continue
-        same_kind = waiting[replace(spec, granularity=PerTensor()), site.samples.kind]
+        same_kind = waiting[replace(spec, granularity=PER_TENSOR), site.samples.kind]
         if (len(same_kind) + 1) * site.samples.values.numel() > AT_ONCE:
             decide(same_kind)
         same_kind.append(site)
@@ -114,9 +114,9 @@ class _Site:
     shape: tuple[int, ...]
     samples: WeightedSamples
 
-    def full_range(self, low: Tensor, high: Tensor) -> Encoding:
-        """The encoding of a range. Shape: [scales]. Raises: CalibrationError if a scale saw nothing."""
-        return encoding_of_range(low.reshape(self.shape), high.reshape(self.shape), self.spec)
+    def range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, QuantSpec]:
+        """The range as ``encodings_of`` takes it. Shape: [scales]."""
+        return low.reshape(self.shape), high.reshape(self.shape), self.spec
 
 
 def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encoding]]:
@@ -126,19 +126,19 @@ def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encod
     """
     joined = _join([site.samples for site in sites])
     sizes = [site.samples.scales for site in sites]
-    ends = [torch.split(end, sizes) for end in moved((joined.low, joined.high), HOST)]
-    full_ranges = [site.full_range(low, high) for site, low, high in zip(sites, *ends, strict=True)]
+    low, high = moved((joined.low, joined.high), HOST)
+    split = zip(sites, torch.split(low, sizes), torch.split(high, sizes), strict=True)
+    full_ranges = encodings_of([site.range(*ends) for site, *ends in split])
     parts = [choose(part, sites[0].spec) for part in _in_parts(joined)]
     zero_points = [torch.zeros_like(part[0]) if part[1] is None else part[1] for part in parts]
-    found = moved((torch.cat([part[0] for part in parts]), torch.cat(zero_points)), HOST)
-    split = [torch.split(each, sizes) for each in found]
-    for site, full, low, high, scale, zero_point in zip(sites, full_ranges, *ends, *split, strict=True):
-        only_zeros = ((low == 0) & (high == 0)).reshape(site.shape)
-        site_scale = torch.where(only_zeros, full.scale, scale.reshape(site.shape))
-        site_zero_point = full.zero_point
-        if site_zero_point is not None:
-            site_zero_point = torch.where(only_zeros, site_zero_point, zero_point.reshape(site.shape))
-        yield site.number, Encoding(site.spec, site_scale, site_zero_point)
+    scale, zero_point = moved((torch.cat([part[0] for part in parts]), torch.cat(zero_points)), HOST)
+    only_zeros = (low == 0) & (high == 0)
+    scale = torch.where(only_zeros, torch.cat([full.scale.reshape(-1) for full in full_ranges]), scale)
+    full_zeros = [full.zero_point.reshape(-1) for full in full_ranges if full.zero_point is not None]
+    encoding = Encoding(replace(sites[0].spec, granularity=PER_TENSOR), scale,
+                        torch.where(only_zeros, torch.cat(full_zeros), zero_point) if full_zeros else None)
+    yield from zip((site.number for site in sites), encoding.split([(site.spec, site.shape) for site in sites]),
+                   strict=True)
 
 
 def _join(samples: Sequence[WeightedSamples]) -> WeightedSamples:

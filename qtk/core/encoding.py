@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,20 @@ class Encoding:
             valid = valid & (self.zero_point >= self.spec.qmin) & (self.zero_point <= self.spec.qmax)
         return valid.all()
 
-    def split(self) -> list[Encoding]:
-        """Returns an encoding for each element of ``scale``, which has one axis. Shape: their scales [1]."""
-        zero_points = [None] * len(self.scale) if self.zero_point is None else torch.split(self.zero_point, 1)
-        return [_unchecked(self.spec, scale, zero_point)
-                for scale, zero_point in zip(torch.split(self.scale, 1), zero_points, strict=True)]
+    def split(self, parts: Sequence[tuple[QuantSpec, Sequence[int]]]) -> list[Encoding]:
+        """Returns the encodings whose scales this one holds one after the other.
+
+        Args:
+            parts: of each, its spec, with the codes of this one's, and the shape of its scales.
+
+        Shape: ``scale`` [all scales].
+        """
+        sizes = [math.prod(shape) for _, shape in parts]
+        zero_points = [None] * len(parts) if self.zero_point is None else torch.split(self.zero_point, sizes)
+        return [
+            _unchecked(spec, scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
+            for (spec, shape), scale, zero_point in zip(parts, torch.split(self.scale, sizes), zero_points, strict=True)
+        ]
 
     def to(self, device: torch.device) -> Encoding:
         """Returns a copy with the tensors on ``device``."""

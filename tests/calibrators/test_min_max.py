@@ -41,6 +41,7 @@ def test_a_site_has_the_encoding_that_it_has_alone():
     together = calibrator.encodings(observers, specs)
     for encoding, observer, spec in zip(together, observers, specs, strict=True):
         assert encoding.equals(calibrator.encodings([observer], [spec])[0])
+        assert encoding.scale.shape == spec.granularity.qparam_shape((3, 8))
 
 
 def test_no_data_is_an_error():
@@ -54,7 +55,8 @@ def test_no_data_is_an_error():
 
 def test_a_channel_without_data_is_an_error_with_its_place():
     calibrator = MinMax()
-    observer = calibrator.observer(PerChannel(0))
+    whole, observer = (calibrator.observer(PerChannel(0)) for _ in range(2))
+    whole.observe(torch.ones(5, 1))
     observer.observe(torch.tensor([[1.0], [-torch.inf], [2.0]]))
     with pytest.raises(CalibrationError, match=r"1 of 3 scales.*\(1,\)"):
-        calibrator.encodings([observer], [SPECS[2]])
+        calibrator.encodings([whole, observer], [SPECS[2], SPECS[2]])

@@ -3,7 +3,7 @@ import torch
 
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import HOST, Encoding, moved
-from qtk.core.granularity import PerChannel
+from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
 from tests.pretend_gpu import pretended_gpu, to_gpu
@@ -46,12 +46,16 @@ def test_numbers_that_cannot_be_are_refused(spec, scale, zero_point, said):
         Encoding(spec, scale, zero_point)
 
 
-@pytest.mark.parametrize(("spec", "zero_point"), [(SYMMETRIC, None), (ASYMMETRIC, ints(3, 250))])
-def test_a_row_of_scales_splits_into_encodings_of_one(spec, zero_point):
-    parts = Encoding(spec, torch.tensor([0.5, 2.0]), zero_point).split()
-    assert [(part.spec, part.scale.tolist()) for part in parts] == [(spec, [0.5]), (spec, [2.0])]
-    zeros = [None if part.zero_point is None else part.zero_point.tolist() for part in parts]
-    assert zeros == ([None, None] if zero_point is None else [[3], [250]])
+@pytest.mark.parametrize("zeros", [None, (3, 250, 7)])
+def test_scales_one_after_the_other_split_into_encodings(zeros):
+    spec = QuantSpec(dtype("uint8"), symmetric=zeros is None)
+    blocks = QuantSpec(dtype("uint8"), PerBlock((1, 4)), symmetric=zeros is None)
+    whole = Encoding(spec, torch.tensor([0.5, 2.0, 4.0]), None if zeros is None else ints(*zeros))
+    one, two = whole.split([(spec, (1,)), (blocks, (1, 2))])
+    assert (one.spec, one.scale.tolist()) == (spec, [0.5])
+    assert (two.spec, two.scale.tolist()) == (blocks, [[2.0, 4.0]])
+    found = [part.zero_point if zeros is None else part.zero_point.tolist() for part in (one, two)]
+    assert found == ([None, None] if zeros is None else [[3], [[250, 7]]])
 
 
 def test_equality_is_of_spec_and_bits():
