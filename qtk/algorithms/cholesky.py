@@ -38,7 +38,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
         corner, info = torch.linalg.cholesky_ex(panel[:, : end - begin])
         failed |= info != 0
         matrix[:, begin:end, begin:end] = corner
-        matrix[:, end:, begin:end] = torch.linalg.solve_triangular(corner.mT, panel[:, end - begin :], upper=True,
-                                                                   left=False)
+        below = torch.linalg.solve_triangular(corner, panel[:, end - begin :].mT, upper=False)
+        matrix[:, end:, begin:end] = below.mT
         matrix[:, begin:end, end:] = 0
     return matrix, failed

@@ -1,13 +1,14 @@
 """GPTQ: columns are rounded in order, each error propagated to the remaining columns through the Hessian.
 
-With the damped Hessian ``H = L Lᵀ``, L lower triangular, the error of an output under ``d = w - ŵ`` is
+With the damped Hessian ``H = L D Lᵀ``, D diagonal, L lower triangular with a diagonal of ones, the error of an output
+under ``d = w - ŵ`` is
 
-    2 linear·d + dᵀ H d = |Lᵀ d + y|² + constant        y = L⁻¹ linear
+    2 linear·d + dᵀ H d = Σ_i D_ii (Lᵀ d + y)_i² + constant        y = D⁻¹ L⁻¹ linear
 
 whose i-th term holds the changes of column i and later ones alone. So columns are rounded from the last to the first,
 each to where its term is least:
 
-    ŵ_i = round(w_i + (y_i + Σ_{j>i} L_ji d_j) / L_ii)
+    ŵ_i = round(w_i + y_i + Σ_{j>i} L_ji d_j)
 
 This is Frantar et al., arXiv 2210.17323, equations 2 and 3, without the inverse of the Hessian (the equivalence is
 arXiv 2507.18553).
@@ -45,7 +46,8 @@ def gptq(
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
     factor = HessianFactor.of(hessian, column_order(hessian, act_order), damping, weight.dtype)
-    return Feedback.of(weight, factor, linear).rounded(grid, columns_at_once)[0]
+    feedback = Feedback.of(weight, factor, linear)
+    return feedback.in_place(feedback.rounded(grid, columns_at_once).weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +57,7 @@ class Feedback:
     Args:
         factor: of the Hessian; its last column is rounded first.
         weight: the float weights, their columns in the order of the factor.
-        start: the weights plus ``y_i / L_ii``.
+        start: the weights plus y.
 
     Shape: ``weight`` and ``start`` [groups, outputs, columns].
     """
@@ -70,41 +72,41 @@ class Feedback:
         index = factor.order[:, None].expand(weight.shape)
         start = ordered = weight.gather(2, index)
         if linear is not None:
-            start = ordered + factor.solved(linear.to(weight.dtype).gather(2, index)) / factor.diagonal
+            start = ordered + factor.solved(linear.to(weight.dtype).gather(2, index))
         return cls(factor, ordered, start)
 
-    def rounded(self, grid: WeightGrid, columns_at_once: int) -> tuple[Tensor, Tensor]:
-        """As ``gptq``, and ``missing``: what each weight was rounded from less what it became, in the factor's order.
-
-        Shape: as the weights, both.
-        """
-        change, target, order = self.weight.clone(), self.start.clone(), self.factor.order
-        missing, lower, diagonal = torch.empty_like(target), self.factor.lower, self.factor.diagonal
-        space = lower.new_empty(len(lower), columns_at_once, order.shape[1])
-        grid = grid.in_order(order)
-        for end in range(order.shape[1], 0, -columns_at_once):
+    def rounded(self, grid: WeightGrid, columns_at_once: int) -> Rounded:
+        """Arguments: as ``gptq``."""
+        change, target, lower = self.weight.clone(), self.start.clone(), self.factor.lower
+        missing = torch.empty_like(target)
+        grid = grid.in_order(self.factor.order)
+        for end in range(lower.shape[-1], 0, -columns_at_once):
             block = slice(max(0, end - columns_at_once), end)
-            propagation = space[:, : block.stop - block.start, :end]
-            torch.div(lower[:, block, :end], diagonal[..., :end], out=propagation)
-            target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
+            target_block, change_block, corner = target[..., block], change[..., block], lower[:, block, block]
             torch.sub(target_block, change_block, out=missing[..., block])
-            grid[..., block].round_with_feedback_(
-                target_block, change_block, propagation[..., block].mT, backwards=True)
-            missing[..., block].baddbmm_(change_block, propagation[..., block])
-            rest.baddbmm_(change_block, propagation[..., : block.start])
-        return self._in_place(target), missing
+            grid[..., block].round_with_feedback_(target_block, change_block, corner.mT, backwards=True)
+            missing[..., block].baddbmm_(change_block, corner)
+            target[..., : block.start].baddbmm_(change_block, lower[:, block, : block.start])
+        return Rounded(target, missing, (missing.square() @ self.factor.power.mT)[..., 0])
 
-    def targets(self, rounded: Tensor, missing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what each weight was rounded from, what its squared rounding error counts, and the sums of both.
-
-        The sums are the errors of the outputs without a constant. Arguments: results of ``rounded``.
-
-        Shape: the first two results as the weights; last [groups, outputs].
-        """
-        power = self.factor.diagonal.square().expand_as(missing)
-        return rounded + self._in_place(missing), self._in_place(power), (power * missing.square()).sum(-1)
-
-    def _in_place(self, ordered: Tensor) -> Tensor:
-        """Columns where they belong."""
+    def in_place(self, ordered: Tensor) -> Tensor:
+        """Columns in the order of the factor where they belong. Shape: as the weights, or of one output."""
         return torch.empty_like(ordered, memory_format=torch.contiguous_format).scatter_(
             2, self.factor.order[:, None].expand(ordered.shape), ordered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounded:
+    """What GPTQ makes of a layer, the columns in the order of the factor.
+
+    Args:
+        weight: on the grid.
+        missing: what each weight was rounded from less what it became; its square counts ``HessianFactor.power``.
+        lost: the errors of the outputs under the damped Hessian, without a constant.
+
+    Shape: ``weight`` and ``missing`` as the weights; ``lost`` [groups, outputs].
+    """
+
+    weight: Tensor
+    missing: Tensor
+    lost: Tensor

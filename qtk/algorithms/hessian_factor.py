@@ -13,17 +13,19 @@ from qtk.errors import CalibrationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HessianFactor:
-    """L, lower triangular, with ``L Lᵀ = H`` for the damped H.
+    """L, lower triangular with a diagonal of ones, and the diagonal matrix D with ``L D Lᵀ = H`` for the damped H.
 
     Args:
         order: the columns of the weights, in the order of L.
         lower: L.
+        power: the diagonal of D: of each column's power, what the columns before it do not determine.
 
-    Shape: ``order`` int64 [groups, columns]; ``lower`` [groups, columns, columns].
+    Shape: ``order`` int64 [groups, columns]; ``lower`` [groups, columns, columns]; ``power`` [groups, 1, columns].
     """
 
     order: Tensor
     lower: Tensor
+    power: Tensor
 
     @classmethod
     def of(cls, hessian: Tensor, order: Tensor, damping: float, dtype: torch.dtype) -> HessianFactor:
@@ -47,20 +49,16 @@ class HessianFactor:
         if bool(failed.any()):
             raise CalibrationError(f"the Hessian of this layer has no inverse with a damping of {damping}: the inputs "
                                    "are too correlated; use more data or a larger damping")
-        return cls(order, factor.to(dtype))
-
-    @property
-    def diagonal(self) -> Tensor:
-        """Shape: [groups, 1, columns]."""
-        return self.lower.diagonal(dim1=-2, dim2=-1)[:, None]
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
+        return cls(order, factor.div_(diagonal).to(dtype), diagonal.square().to(dtype))
 
     def solved(self, values: Tensor) -> Tensor:
-        """``L⁻¹ v`` for the ``v`` of each output.
+        """``D⁻¹ L⁻¹ v`` for the ``v`` of each output.
 
         Shape: ``values``, their columns in the order of L, and result [groups, outputs, columns].
         """
-        solved: Tensor = torch.linalg.solve_triangular(self.lower.mT, values, upper=True, left=False)
-        return solved
+        solved: Tensor = torch.linalg.solve_triangular(self.lower, values.mT, upper=False, unitriangular=True).mT
+        return solved.div_(self.power)
 
 
 def column_order(hessian: Tensor, act_order: bool) -> Tensor:
@@ -80,7 +78,8 @@ def _damped(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
     for into, each, columns in zip(result, hessian, order, strict=True):
         for begin in range(0, len(columns), PANEL):
             end = begin + PANEL
-            into[begin:end, :end] = each.index_select(0, columns[begin:end]).index_select(1, columns[:end])
+            index = columns[:end].expand(len(columns[begin:end]), -1)
+            torch.gather(each.index_select(0, columns[begin:end]), 1, index, out=into[begin:end, :end])
     diagonal = result.diagonal(dim1=-2, dim2=-1)
     diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
     return result

@@ -49,8 +49,9 @@ def prune_two_of_four(
     for begin in range(len(order) - FOUR, -1, -FOUR):
         here = slice(begin, begin + FOUR)
         corner = factor.lower[:, here, here]
-        best = target[..., here] + torch.linalg.solve_triangular(corner, residual[..., here], upper=False, left=False)
-        inverse, costs, moved = torch.cholesky_inverse(corner), [], []
+        best = target[..., here] + torch.linalg.solve_triangular(corner, residual[..., here], upper=False, left=False,
+                                                                 unitriangular=True)
+        inverse, costs, moved = torch.cholesky_inverse(corner * factor.power[..., here].sqrt()), [], []
         for pair in PAIRS:
             needed = torch.linalg.solve(inverse[:, pair][..., pair], best[..., pair].mT).mT
             costs.append((needed * best[..., pair]).sum(-1))

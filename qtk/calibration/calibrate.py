@@ -52,6 +52,8 @@ OF_EXPONENTS = frozenset({Precision.EXPONENT})
 
 AT_ONCE = 1 << 26
 """Elements of parameters on an accelerator whose ranges are searched together."""
+AT_ONCE_ON_CPU = 1 << 22
+"""As many on the CPU: of small parameters the calls cost most, large ones are searched while they are in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +209,7 @@ def parameter_encodings(
         with _named(site):
             observer.observe(value)
         waiting[site], elements = observer, elements + value.numel()
-        if on_cpu(value) or elements > AT_ONCE:
+        if elements > (AT_ONCE_ON_CPU if on_cpu(value) else AT_ONCE):
             encodings |= _static_encodings(waiting, sites, maskable)
             waiting, elements = {}, 0
     return encodings | _static_encodings(waiting, sites, maskable)

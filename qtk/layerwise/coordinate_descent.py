@@ -23,6 +23,8 @@ from qtk.public import public
 MOST_PASSES = 1000
 REHEARSED = 2
 """Passes that tell which prior is best."""
+SCALES_EVERY = 2
+"""Scales move before every second pass: before each one they cost more and the error is no lower."""
 
 
 @public
@@ -35,8 +37,8 @@ class CoordinateDescent:
     Args:
         passes: over all columns, at most; it ends when a pass changes nothing. A prior
             (``qtk.layerwise.candidates``) is chosen by two.
-        scales: before each pass, give every scale its best value for the present codes; scales stored in few bits, and
-            scales of scattered columns, stay unchanged.
+        scales: before every second pass, give each scale its best value for the present codes; scales stored in few
+            bits, and scales of scattered columns, stay unchanged.
 
     Raises: CalibrationError if ``passes`` is out of range.
     """
@@ -69,9 +71,9 @@ class CoordinateDescent:
         descent = Descent.begin(weight, state.to_gemm(start.simulated_weight()), state.error)
         scales, encoding = _Scales.of(start, weight) if self.scales else None, start.encoding
         passes = min(self.passes, REHEARSED) if state.rehearses else self.passes
-        for _ in range(passes):
+        for turn in range(passes):
             present = encoding
-            if scales is not None:
+            if scales is not None and turn % SCALES_EVERY == 0:
                 encoding = scales.moved(replace(start, encoding=encoding), descent)
             is_lower = descent.run_pass(replace(start, encoding=encoding).grid())
             if not bool(is_lower.any()) and encoding.equals(present):

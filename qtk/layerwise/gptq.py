@@ -31,7 +31,7 @@ WIDEST, WIDEST_ASYMMETRIC = 1.4, 1.15
 """The widest of them over the range of the weights, which errors of other weights widen; symmetric codes of 2 bits have
 one above 0."""
 ROUNDS = 2
-"""Of choosing the scales for what was rounded with the scales before."""
+"""Of choosing the scales for what was rounded with the scales before; one tells which prior is best."""
 
 
 @public
@@ -86,19 +86,22 @@ class Gptq:
                                None if error.linear is None else error.linear[:, 0])
         index = _own_scales(state) if self.scales else None
         if index is None:
-            return state.updated(weight=feedback.rounded(state.grid(), self.columns_at_once)[0])
-        encoding = _half_spans(state, index)
-        rounded, missing = feedback.rounded(replace(state, encoding=encoding).grid(), self.columns_at_once)
-        target, power, least = feedback.targets(rounded, missing)
-        for _ in range(ROUNDS):
-            other = _of_targets(state, index, target, power)
-            found, missing = feedback.rounded(replace(state, encoding=other).grid(), self.columns_at_once)
-            next_target, _, lost = feedback.targets(found, missing)
-            is_better = (lost < least)[..., None]
-            rounded, least = torch.where(is_better, found, rounded), torch.minimum(lost, least)
-            target = torch.where(is_better, next_target, target)
-            encoding = _mixed(encoding, other, index, is_better.expand_as(index))
-        return state.updated(weight=rounded, encoding=encoding)
+            rounded = feedback.rounded(state.grid(), self.columns_at_once).weight
+            return state.updated(weight=feedback.in_place(rounded))
+        search = _ScaleSearch.of(state, index, feedback.in_place(feedback.factor.power))
+        encoding = search.half_spans()
+        best = feedback.rounded(replace(state, encoding=encoding).grid(), self.columns_at_once)
+        weight, target, lost = best.weight, best.weight + best.missing, best.lost
+        rounds = 1 if state.rehearses else ROUNDS
+        for turn in range(rounds):
+            other = search.of_targets(feedback.in_place(target))
+            found = feedback.rounded(replace(state, encoding=other).grid(), self.columns_at_once)
+            is_better = (found.lost < lost)[..., None]
+            weight, lost = torch.where(is_better, found.weight, weight), torch.minimum(found.lost, lost)
+            if turn + 1 < rounds:
+                target = torch.where(is_better, found.weight + found.missing, target)
+            encoding = search.mixed(encoding, other, is_better)
+        return state.updated(weight=feedback.in_place(weight), encoding=encoding)
 
 
 def _own_scales(state: LayerState) -> Tensor | None:
@@ -117,34 +120,64 @@ def _own_scales(state: LayerState) -> Tensor | None:
     return index if index.numel() == state.encoding.scale.numel() else None
 
 
-def _half_spans(state: LayerState, index: Tensor) -> Encoding:
-    """The encoding whose codes span twice the largest magnitude, or the range of the weights with a zero point."""
-    spec = state.encoding.spec
-    low, high = state.to_gemm(state.unrounded).reshape(index.numel(), -1).to(torch.float64).aminmax(dim=1)
-    if spec.symmetric:
-        high = torch.maximum(high, -low) * (2 * spec.qmax / (spec.qmax - spec.qmin))
-        low = -high
-    scale, zero_point = covering_range(low, high, spec)
-    return _replaced(state.encoding, index, rounded_like(scale, state.encoding.scale), zero_point)
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScaleSearch:
+    """The search for the scales of a layer's weights among ranges that follow from the weights alone.
 
+    So the last bits of statistics do not reach the scales.
 
-def _of_targets(state: LayerState, index: Tensor, target: Tensor, power: Tensor) -> Encoding:
-    """The encoding with which rounding the targets costs least.
+    Args:
+        state: of the layer.
+        index: of the scale of each output and block of columns.
+        importance: what the squared rounding error of each weight counts.
+        extremes: of the weights of each scale.
+        tried: scales and zero points.
 
-    The ranges tried follow from the weights alone, so that the last bits of statistics do not reach the scales.
+    Shape: ``index`` int64 [groups, outputs, blocks]; ``importance`` broadcastable to the weights in GEMM layout;
+    ``extremes`` float64 [scales]; ``tried`` [candidates, scales].
     """
-    spec, shape = state.encoding.spec, (index.numel(), -1)
-    values, weights = target.reshape(shape), power.reshape(shape)
-    if state.zeros is not None:
-        weights = weights * ~weight_to_gemm(state.zeros, state.geometry).reshape(shape)
-    low, high = state.to_gemm(state.unrounded).reshape(shape).to(torch.float64).aminmax(dim=1)
-    widest = WIDEST if spec.symmetric else WIDEST_ASYMMETRIC
-    scales, zero_points = narrower_ranges(widest * low, widest * high, spec, STEPS)
-    scales = rounded_like(scales, state.encoding.scale)
-    errors = candidate_errors(values, scales, zero_points, (1, -1), int(spec.qmin), int(spec.qmax), importance=weights)
-    best = errors.argmin(0, keepdim=True)
-    return _replaced(state.encoding, index, scales.gather(0, best)[0],
-                     None if zero_points is None else zero_points.gather(0, best)[0])
+
+    state: LayerState
+    index: Tensor
+    importance: Tensor
+    extremes: tuple[Tensor, Tensor]
+    tried: tuple[Tensor, Tensor | None]
+
+    @classmethod
+    def of(cls, state: LayerState, index: Tensor, power: Tensor) -> _ScaleSearch:
+        """Shape: ``power`` of the columns, [groups, 1, columns]."""
+        spec = state.encoding.spec
+        low, high = (bound.to(torch.float64)
+                     for bound in state.to_gemm(state.unrounded).reshape(index.numel(), -1).aminmax(dim=1))
+        widest = WIDEST if spec.symmetric else WIDEST_ASYMMETRIC
+        scales, zero_points = narrower_ranges(widest * low, widest * high, spec, STEPS)
+        importance = power if state.zeros is None else power * ~weight_to_gemm(state.zeros, state.geometry)
+        return cls(state, index, importance, (low, high), (rounded_like(scales, state.encoding.scale), zero_points))
+
+    def half_spans(self) -> Encoding:
+        """The encoding whose codes span twice the largest magnitude, or the range of the weights with a zero point."""
+        spec, (low, high) = self.state.encoding.spec, self.extremes
+        if spec.symmetric:
+            high = torch.maximum(high, -low) * (2 * spec.qmax / (spec.qmax - spec.qmin))
+            low = -high
+        scale, zero_point = covering_range(low, high, spec)
+        return _replaced(self.state.encoding, self.index, rounded_like(scale, self.state.encoding.scale), zero_point)
+
+    def of_targets(self, target: Tensor) -> Encoding:
+        """The encoding with which rounding the targets costs least. Shape: ``target`` as the weights."""
+        spec, (scales, zero_points) = self.state.encoding.spec, self.tried
+        block_size = 1, 1, target.shape[2] // self.index.shape[2]
+        errors = candidate_errors(target, scales, zero_points, block_size, int(spec.qmin), int(spec.qmax),
+                                  importance=self.importance)
+        best = errors.argmin(0, keepdim=True)
+        return _replaced(self.state.encoding, self.index, scales.gather(0, best)[0],
+                         None if zero_points is None else zero_points.gather(0, best)[0])
+
+    def mixed(self, encoding: Encoding, other: Encoding, takes_other: Tensor) -> Encoding:
+        """The encoding with the scales of some outputs of another. Shape: ``takes_other`` bool [groups, outputs, 1]."""
+        chosen, zero_point = self.index[takes_other.expand_as(self.index)], other.zero_point
+        return _replaced(encoding, chosen, other.scale.flatten()[chosen],
+                         None if zero_point is None else zero_point.flatten()[chosen])
 
 
 def _replaced(encoding: Encoding, index: Tensor, scale: Tensor, zero_point: Tensor | None) -> Encoding:
@@ -156,10 +189,3 @@ def _replaced(encoding: Encoding, index: Tensor, scale: Tensor, zero_point: Tens
     present = encoding.zero_point
     return replace(encoding, scale=in_place(encoding.scale, scale),
                    zero_point=None if present is None or zero_point is None else in_place(present, zero_point))
-
-
-def _mixed(encoding: Encoding, other: Encoding, index: Tensor, takes_other: Tensor) -> Encoding:
-    """The encoding with some scales of another."""
-    chosen, zero_point = index[takes_other], other.zero_point
-    return _replaced(encoding, chosen, other.scale.flatten()[chosen],
-                     None if zero_point is None else zero_point.flatten()[chosen])

@@ -36,7 +36,7 @@ ROUNDING, OTHER = Work(0, 3, 0, 0), Work(0, 3, 1, 1)
 """Of rounding alone, and of a method that is not listed, where layers are compared."""
 
 WORK: Mapping[type[object], Work] = {
-    Gptq: Work(2.5, 13, 1.0, 5), CoordinateDescent: Work(2.5, 13, 1.2, 9), AdaRound: Work(2, 21, 1.5, 120),
+    Gptq: Work(2.5, 13, 1.0, 5), CoordinateDescent: Work(2.5, 13, 1.2, 7), AdaRound: Work(2, 21, 1.5, 120),
     SeqMse: Work(0, 5, 0.1, 4, rewrites=False), BiasCorrection: Work(0, 6, 0, 1),
 }
 """Matrices at a time are counted, not guessed: ``tests/layerwise/test_method_work.py``."""

@@ -46,12 +46,15 @@ def zeros_of(geometry: Geometry, float_weight: Tensor, weight: Tensor) -> tuple[
 
     Shape: the zeros bool, as ``weight``; ``None`` if none are kept.
     """
-    if misfit(geometry, weight) is None:
+    if _share_of_zeros(weight) >= 1 / 2 and misfit(geometry, weight) is None:
         fours = weight_to_gemm(weight == 0, geometry)[..., _fours(geometry, weight)]
         if bool((fours.sum(-1) >= FOUR // 2).all()):
             return weight == 0, True
-    zeros = float_weight == 0
-    return zeros if float(zeros.float().mean()) >= KEPT_FROM else None, False
+    return float_weight == 0 if _share_of_zeros(float_weight) >= KEPT_FROM else None, False
+
+
+def _share_of_zeros(weight: Tensor) -> float:
+    return 1 - int(weight.count_nonzero()) / max(weight.numel(), 1)
 
 
 def misfit(geometry: Geometry, weight: Tensor) -> str | None:

@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.calibration import calibrate
 from qtk.calibration.calibrate import bounded, known_encoding
+from qtk.calibrators.scheme import calibrator
 from qtk.errors import CalibrationError
 
 
@@ -116,3 +118,20 @@ def test_sites_that_no_data_reached_are_named():
     sim = qtk.QuantSim(Ragged().eval(), torch.randn(2, 4))
     with pytest.raises(CalibrationError, match=r"no data reached 2 sites: x:input, a:out"):
         sim.compute_encodings(lambda model: None, progress=False)
+
+
+@pytest.mark.parametrize(("at_once", "together"), [(0, [1, 1, 1, 1, 0]), (128, [3, 1]), (1 << 22, [4])])
+def test_ranges_of_a_few_parameters_are_searched_together(at_once, together, monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    sim = qtk.QuantSim(net, torch.randn(2, 8), scheme="mse", activation_bits=None)
+    searched, search = [], calibrate._encodings_of_observed
+    monkeypatch.setattr(calibrate, "AT_ONCE_ON_CPU", at_once)
+    monkeypatch.setattr(calibrate, "_encodings_of_observed", lambda *given: searched.append(len(given[0])) or search(
+        *given))
+    sim.compute_encodings(None, progress=False)
+    assert searched[: len(together)] == together
+    found = sim.encodings()["3.weight"]
+    own = calibrator("mse").observer(found.spec.granularity, static=True)
+    own.observe(net[3].weight)
+    assert calibrator("mse").encodings([own], [found.spec])[0].equals(found)

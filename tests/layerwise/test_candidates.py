@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from qtk.algorithms.coordinate_descent import Descent
+from qtk.algorithms.gptq import Feedback
 from qtk.algorithms.hessian_factor import HessianFactor
 from qtk.layerwise import adaround, candidates
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.candidates import choose, least_prior, shrinkage, unreached
 from qtk.layerwise.coordinate_descent import REHEARSED, CoordinateDescent
-from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.gptq import ROUNDS, Gptq
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.moments.holdout import Holdout
@@ -273,18 +274,22 @@ def test_some_outputs_alone_are_found_as_among_all(method):
 
 
 def test_a_rehearsal_is_shorter(monkeypatch):
-    start, descents, passes = Wide(96).start, [], []
+    start, descents, passes, roundings = Wide(96).start, [], [], []
     monkeypatch.setattr(adaround, "adaround", lambda *given: descents.append(given[-1]) or given[0])
-    run_pass = Descent.run_pass
+    run_pass, rounded = Descent.run_pass, Feedback.rounded
     for state in (start, start.of_outputs(slice(None, None, 3))):
         AdaRound(iterations=40).apply(state)
         with monkeypatch.context() as patch:
             patch.setattr(Descent, "run_pass", lambda *given: passes.append(given[0]) or run_pass(*given))
             CoordinateDescent().apply(state)
+            patch.setattr(Feedback, "rounded", lambda *given: roundings.append(given[0]) or rounded(*given))
+            Gptq().apply(replace(state, moves_scales=True))
         passes.append(None)
+        roundings.append(None)
     assert [each.iterations for each in descents] == [40, 10]
     assert passes.index(None) > REHEARSED
     assert len(passes) == passes.index(None) + 1 + REHEARSED + 1
+    assert (roundings.index(None), len(roundings)) == (1 + ROUNDS, 1 + ROUNDS + 1 + 2 + 1)
 
 
 @pytest.mark.parametrize("methods", [[Gptq(), BiasCorrection()], [SeqMse(loss="sqnr"), Gptq()]], ids=["bias", "sqnr"])

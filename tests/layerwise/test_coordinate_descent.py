@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qtk.algorithms.coordinate_descent import Descent
 from qtk.errors import CalibrationError
-from qtk.layerwise.coordinate_descent import CoordinateDescent
+from qtk.layerwise.coordinate_descent import CoordinateDescent, _Scales
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.seq_mse import SeqMse
 from tests.layerwise.layers import CHANNEL, LAYERS, TENSOR, blocks_of, named
@@ -55,6 +56,15 @@ def test_scales_are_searched_unless_they_are_to_stay():
     assert kept.encoding is given.problem.encoding
     assert not torch.equal(free.encoding.scale, kept.encoding.scale)
     assert given.lost(free.weight) < given.lost(kept.weight)
+
+
+def test_scales_move_before_every_second_pass(monkeypatch):
+    given, steps = named("linear", CHANNEL, noise=0.5), []
+    for owner, name in ((_Scales, "moved"), (Descent, "run_pass")):
+        step = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *all, name=name, step=step: steps.append(name) or step(*all))
+    CoordinateDescent(passes=4).apply(given.problem)
+    assert steps == ["moved", "run_pass", "run_pass"] * 2
 
 
 def test_scales_stored_in_few_bits_stay():
