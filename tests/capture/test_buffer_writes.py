@@ -151,6 +151,7 @@ class Leaky(Averaged):
         return self.fc(x + self.square)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [Averaged, BatchNormOfOwn, Leaky])
 def test_states_keep_no_graph_where_ranges_are_learned(kind):

@@ -76,6 +76,7 @@ NOT_GIVEN = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", [*GIVEN, *NOT_GIVEN])
 def test_ids_are_followed_through_what_changes_them_one_by_one(name):

@@ -55,6 +55,7 @@ def scores_db(sim, model, x):
 BATCHES = list(torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "default", "qnn_htp"])
 @pytest.mark.parametrize("kind", [Beside, Parted])

@@ -103,6 +103,7 @@ class Branch(nn.Module):
         return self.last(hidden / 2 if float(hidden.abs().max()) > 9 else hidden)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_prepared", [True, False])
 @pytest.mark.parametrize("shapes", ["batch", "all", None])
 def test_a_loaded_simulation_of_islands_takes_the_sizes_that_the_saved_one_took(is_prepared, shapes, tmp_path):
