@@ -123,7 +123,7 @@ def calibrate(
         fixed = encodings.get(site)
         encodings[site] = encoding if fixed is None else filled(encoding, fixed, sites[site])
     if data.batches is None and data.example is not None:
-        masked |= _masked_in_example(simulation, sites, data.example)
+        masked |= _masked_in_example(simulation, sites, data.example, maskable)
     for site, encoding in encodings.items():
         bounds = simulation.plan[site].bounds
         if bounds is not None:
@@ -258,7 +258,7 @@ def _observed_on_data(
     if not observers:
         return observers
     for site, observer in observers.items():
-        observer.allows_mask = site in maskable
+        observer.allows_mask = observer.finds_mask = site in maskable
     problem: Exception | None = None
     try:
         if data.batches is None:
@@ -307,9 +307,13 @@ def _is_unseen(decided: SitePlan, observer: Observer) -> bool:
     return decided.range is not None and observer.count == 0
 
 
-def _masked_in_example(simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch) -> dict[Site, str]:
+def _masked_in_example(
+    simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch, maskable: Collection[Site]
+) -> dict[Site, str]:
     """The dynamically quantized sites that carry a mask in ``example``; none if it gives NaN or +inf."""
     observers = {site: _observer(decided) for site, decided in sites.items() if decided.spec.dynamic}
+    for site, observer in observers.items():
+        observer.finds_mask = site in maskable
     try:
         with _observing(simulation, observers):
             run_all(simulation.model, [example] if observers else [])
@@ -361,7 +365,7 @@ def _masked(observers: Mapping[Site, Observer]) -> dict[Site, str]:
             observer.check()
         if observer.sentinels:
             total = observer.count + observer.sentinels
-            reasons[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
+            reasons[site] = f"carries a mask: {observer.sentinels} of {total} values are −inf, or far below all others"
     return reasons
 
 

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.mistakes import UNION_TAGS
+from qtk.config.mistakes import UNION_TAGS, shown
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.config.tensor_setting import Bits
 from qtk.config.validate import Names, validate
@@ -30,9 +30,19 @@ from qtk.workflow.transforms import transform
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=80)]
 """A name that is used for folders and keys."""
 
+
+def _known_word(value: object) -> object:
+    if isinstance(value, str) and value != FromConfig.FROM_CONFIG.value:
+        raise ValueError(f"got {shown(value)}; must be a number of bits, null for float, or from_config")
+    return value
+
+
 RecipeWidth = Annotated[
-    Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
-    Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
+    Annotated[
+        Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
+        Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
+    ],
+    BeforeValidator(_known_word),
 ]
 """A number of bits, ``null`` for float, or ``from_config``."""
 

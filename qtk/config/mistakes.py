@@ -51,6 +51,8 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
             return f"{where}: got {given}; must be a mapping{keys}"
         case "tuple_type" | "list_type":
             return f"{where}: got {given}; must be a list"
+        case "string_pattern_mismatch":
+            return f"{where}: got {given}; must match {context['pattern']}"
         case "string_too_short":
             return f"{where}: got {given}; must not be empty"
         case "too_short":

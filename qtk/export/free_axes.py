@@ -15,8 +15,8 @@ from qtk.capture.prepared_model import PreparedGraph
 from qtk.nn.scan import Scan
 from qtk.operators.targets import called_module
 
-LOOP = ("torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside (inside: "
-        "float, as config='onnxruntime' does), or export formats=('onnx',)")
+LOOP = ("torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside, by the "
+        "rule {match: {op: [lstm, gru, rnn]}, inside: float}, or export formats=('onnx',)")
 SCAN = ("a scan over it is the model's own Python, of which a file has the ops of one length; pad or cut inputs to it, "
         "or export once for each length, from a simulation whose example inputs have it")
 """Why a file fixes an axis."""

@@ -139,7 +139,8 @@ def _layer(
     (source,) = root.all_input_nodes
     view = parameter_view(graph, flow, source)
     if view is None:
-        raise NotALayer("is computed from parameters, not one itself")
+        raise NotALayer("is computed from parameters, not one itself (after torch.nn.utils.parametrize."
+                        "remove_parametrizations, remove_weight_norm or prune.remove it is)")
     if quantizer.site in shared:
         raise NotALayer("shares its encoding with other sites")
     weight = view.tensor

@@ -23,6 +23,15 @@ SENTINEL = -1e30
 LEAST_MASKED = 1 / 64
 """Share of a tensor's elements from which on sentinels are a mask wherever they are, and not numbers gone wrong."""
 
+FINITE_MASK = -1e3
+"""Where an attention mask can be, values ≤ this are looked at: numbers of a mask, or large activations."""
+
+FAR = 16
+"""A mask's numbers are this many times beyond all others, and none of them is four times nearer to 0 than another."""
+
+LEAST_FINITE = 1 / 1024
+"""Share of a tensor's elements from which on such numbers are a mask; large activations are fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
@@ -91,10 +100,12 @@ class Counted:
 
     Attributes:
         allows_mask: whether few sentinels are a mask too; otherwise they are refused like NaN.
+        finds_mask: whether finite numbers may be a mask too, see ``with_infinite_mask``.
     """
 
     def __init__(self) -> None:
         self.allows_mask = True
+        self.finds_mask = False
         self._count: int | Tensor = 0
         self._sentinels: int | Tensor = 0
         self._broken: Tensor | None = None
@@ -152,8 +163,16 @@ def sentinel_bound(dtype: torch.dtype) -> float:
     return max(SENTINEL, torch.finfo(dtype).min)
 
 
-def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -> Extremes | None:
+def extremes(
+    x: Tensor, granularity: Granularity, *, allows_mask: bool = True, finds_mask: bool = False
+) -> Extremes | None:
     """Minimum and maximum of ``x`` for each scale, ``None`` if ``x`` is empty.
+
+    Args:
+        x: the tensor.
+        granularity: which elements share a scale.
+        allows_mask: whether few sentinels are a mask too.
+        finds_mask: whether the finite numbers of a mask are sentinels too, as ``with_infinite_mask`` finds them.
 
     Raises: CalibrationError if ``x`` is on the CPU and holds NaN, +inf, or sentinels that are no mask, with the index
         of the first; SpecError if the granularity does not fit it.
@@ -163,9 +182,12 @@ def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -
     bound = sentinel_bound(x.dtype)
     if not on_cpu(x):
         running = Running.empty(x, granularity)
-        running.add(x, granularity, allows_mask=allows_mask)
+        running.add(with_infinite_mask(x) if finds_mask else x, granularity, allows_mask=allows_mask)
         return running.extremes
     low, high = _reduce(x, granularity)
+    if finds_mask and bool((low <= FINITE_MASK).any()):
+        x = with_infinite_mask(x)
+        low, high = _reduce(x, granularity)
     if bool(((low > bound) & (high < torch.inf)).all()):  # false at NaN too
         return Extremes(low, high, x.numel(), 0)
     counts = {"NaN": int(x.isnan().sum()), "+inf": int(x.isposinf().sum())}
@@ -187,6 +209,24 @@ def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -
     low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
     seen = low < torch.inf
     return Extremes(low, high, x.numel() - sentinels, sentinels, None if bool(seen.all()) else seen)
+
+
+def with_infinite_mask(x: Tensor) -> Tensor:
+    """``x`` with −inf in place of the finite numbers of an attention mask, as -1e4 or -1e9, where it holds such.
+
+    They are far below all others, and between them and the others there is nothing. What is 0 elsewhere is the mask
+    itself, which codes hold.
+
+    >>> with_infinite_mask(torch.tensor([1.5, -2.0, -1e4, 0.5 - 1e4]))
+    tensor([ 1.5000, -2.0000,    -inf,    -inf])
+    """
+    if x.numel() == 0:
+        return x
+    low = x.amin()
+    is_masked = x <= low / FAR
+    is_mask = (low <= FINITE_MASK) & (x.amax() <= -low / FAR) & ~(is_masked & (x > low / (FAR / 4))).any()
+    is_mask &= (is_masked.sum() >= LEAST_FINITE * x.numel()) & (~is_masked & (x != 0)).any()
+    return x.masked_fill(is_masked & is_mask, -torch.inf)
 
 
 def on_cpu(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
-from qtk.observers.extremes import Counted, Extremes, Running, extremes, on_cpu
+from qtk.observers.extremes import Counted, Extremes, Running, extremes, on_cpu, with_infinite_mask
 
 
 class MinMax(Counted):
@@ -47,9 +47,10 @@ class MinMax(Counted):
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         running = None if on_cpu(x) or not x.numel() else self._running_for(x)
         if running is not None:
-            running.add(x, self.granularity, allows_mask=self.allows_mask)
+            running.add(with_infinite_mask(x) if self.finds_mask else x, self.granularity,
+                        allows_mask=self.allows_mask)
             return
-        batch = extremes(x, self.granularity, allows_mask=self.allows_mask)
+        batch = extremes(x, self.granularity, allows_mask=self.allows_mask, finds_mask=self.finds_mask)
         if batch is None:
             return
         if not batch.nothing:

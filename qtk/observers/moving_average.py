@@ -51,7 +51,7 @@ class MovingAverage(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        found = extremes(x, self.granularity, allows_mask=self.allows_mask)
+        found = extremes(x, self.granularity, allows_mask=self.allows_mask, finds_mask=self.finds_mask)
         if found is None:
             return
         if not found.nothing:

@@ -13,10 +13,11 @@ class Observer(Protocol):
     """Collects statistics of one site, tensor by tensor.
 
     ``count`` elements entered the statistics, ``sentinels`` were left out as attention-mask sentinels. Without
-    ``allows_mask`` few sentinels are refused.
+    ``allows_mask`` few sentinels are refused; with ``finds_mask`` finite numbers of a mask count as sentinels.
     """
 
     allows_mask: bool
+    finds_mask: bool
 
     @property
     def count(self) -> int: ...

@@ -22,8 +22,9 @@ from qtk.data.forward_pass import Data, Forward
 from qtk.data.recorded_calls import recorded_calls
 from qtk.data.valid_tokens import Valid
 from qtk.errors import CalibrationError
-from qtk.graph.graphs import meta_of
+from qtk.graph.graphs import graphs, meta_of
 from qtk.graph.simulation import HasSimulation, Simulation
+from qtk.graph.sites import value_site
 from qtk.layerwise.block_run import BlockRun
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.methods import LayerwiseMethod, method
@@ -292,8 +293,10 @@ def _start_of(methods: Sequence[LayerwiseMethod]) -> Start:
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:
     """Warns if many of the parameters that a call was to improve are left as they are."""
-    parameters = dict(simulation.model.named_parameters())
-    left = {name: parameters[name].numel() for name in skipped if name in parameters}
+    values = {value_site(node).name: node.meta.get("val") for graph in graphs(simulation.model).values()
+              for node in graph.graph.nodes if value_site(node).name in skipped}  # computed from parameters
+    values |= simulation.model.named_parameters()
+    left = {name: values[name].numel() for name in skipped if isinstance(values.get(name), Tensor)}
     total = sum(left.values()) + sum(weight.numel() for weight in improved)
     if sum(left.values()) > LEFT * total:
         largest = sorted(left, key=left.__getitem__, reverse=True)

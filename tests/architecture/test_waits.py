@@ -91,6 +91,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "numerics/top1.py": {"int((scores.argmax(-1) == labels.to(scores.device)).sum())": "of an evaluation"},
     "observers/extremes.py": {
         "bool(((low > bound) & (high < torch.inf)).all())": CPU_ONLY, "bool(seen.all())": CPU_ONLY,
+        "bool((low <= FINITE_MASK).any())": CPU_ONLY,
         "int(masked.sum())": CPU_ONLY, "int(x.isnan().sum())": CPU_ONLY, "int(x.isposinf().sum())": CPU_ONLY,
         "masked.nonzero()": CPU_ONLY, "masked.nonzero()[0].tolist()": CPU_ONLY, "float(x[tuple(index)])": CPU_ONLY,
         "int(self._count)": ONCE, "int(self._sentinels)": ONCE, "bool(self._broken)": ONCE,

@@ -111,7 +111,7 @@ def test_padding_leaves_no_trace_in_ranges(layer, valid):
     expected, wrong, moved = of_data(alone), of_data(all_rows), 0
     for name, found in of_data(padded).items():
         torch.testing.assert_close(found.scale, expected[name].scale, rtol=1e-5, atol=0, msg=name)
-        moved += not torch.allclose(found.scale, wrong[name].scale, rtol=1e-2)
+        moved += name not in wrong or not torch.allclose(found.scale, wrong[name].scale, rtol=1e-2)  # padding: a mask
     assert moved >= 2, "padding made no difference, so the test shows nothing"
 
 

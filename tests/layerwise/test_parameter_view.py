@@ -68,4 +68,4 @@ def test_parts_that_overlap_are_left():
     sim = qtk.QuantSim(Overlapping().eval(), torch.randn(3, 8), weight_bits=4, activation_bits=None)
     layers, skipped = weighted_layers(sim.model, sim.plan)
     assert layers == []
-    assert set(skipped.values()) == {"is computed from parameters, not one itself"}
+    assert all(reason.startswith("is computed from parameters, not one itself") for reason in skipped.values())

@@ -3,7 +3,8 @@ import torch
 
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import CalibrationError, SpecError
-from qtk.observers.extremes import extremes, sentinel_bound
+from qtk.observers import min_max
+from qtk.observers.extremes import extremes, sentinel_bound, with_infinite_mask
 
 LAYOUTS = [
     (PerTensor(), (3, 5)), (PerTensor(), ()), (PerTensor(), (1023,)), (PerChannel(0), (7, 13)),
@@ -109,3 +110,41 @@ def test_what_is_broken_is_said(granularity, value, said, masked):
 def test_blocks_that_do_not_divide_are_refused():
     with pytest.raises(SpecError, match="does not divide"):
         extremes(torch.zeros(2, 7), PerBlock((1, 4)))
+
+
+SCORES = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 10
+PADDED = torch.arange(64).expand(8, 64) >= 56
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("masked", [
+    SCORES.masked_fill(PADDED, -1e4), SCORES - 1e4 * PADDED, SCORES - 2e4 * PADDED - 1e4 * (PADDED & (SCORES > 0)),
+    (SCORES - 1e4 * PADDED) / 4,
+], ids=["filled", "added", "two masks", "scaled"])
+def test_finite_numbers_of_a_mask_are_found(masked, kind):
+    x = masked.to(kind)
+    assert torch.equal(with_infinite_mask(x), x.masked_fill(PADDED, -torch.inf))
+    for found in (extremes(x, PerTensor(), finds_mask=True), extremes(x[~PADDED], PerTensor())):
+        assert (found.low, found.high) == (x[~PADDED].amin().float(), x[~PADDED].amax().float())
+    assert extremes(x, PerTensor(), finds_mask=True).sentinels == int(PADDED.sum())
+    assert extremes(x, PerTensor()).sentinels == 0
+
+
+@pytest.mark.parametrize("x", [
+    SCORES, SCORES * 300, torch.linspace(-1e4, 10, 1000), SCORES.masked_fill(PADDED, -100.0),
+    torch.zeros(8, 64).masked_fill(PADDED, -1e4), torch.full((8, 64), -1e4),
+    torch.where(torch.arange(4096) == 7, -5e3, torch.linspace(-3, 3, 4096)), SCORES.masked_fill(PADDED, torch.nan),
+    torch.cat([SCORES.masked_fill(PADDED, -1e4), torch.full((1, 64), 2e3)]), torch.empty(0),
+], ids=["scores", "large scores", "evenly", "above the bound", "the mask itself", "one number",
+        "a large activation", "NaN", "as far above", "nothing"])
+def test_numbers_that_are_no_mask_stay(x):
+    assert with_infinite_mask(x) is x or torch.equal(with_infinite_mask(x).nan_to_num(), x.nan_to_num())
+
+
+def test_an_observer_on_an_accelerator_finds_the_mask_too(monkeypatch):
+    monkeypatch.setattr(min_max, "on_cpu", lambda x: False)
+    observer = min_max.MinMax(PerTensor())
+    observer.finds_mask = True
+    observer.observe(SCORES.masked_fill(PADDED, -1e4))
+    assert observer.sentinels == int(PADDED.sum())
+    assert float(observer.minimum) == float(SCORES[~PADDED].amin())

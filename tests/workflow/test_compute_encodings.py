@@ -224,3 +224,44 @@ def test_a_constant_mask_is_left_alone():
     sim.check()
     assert "mask" not in sim.quantizers
     assert float((sim.model(x) - model(x)).abs().max()) < 0.1
+
+
+class Masked(nn.Module):
+    """Attention scores of which padded ones become finite numbers; ``form`` says how and what follows."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.q, self.k, self.form = nn.Linear(16, 16), nn.Linear(16, 16), form
+
+    def forward(self, x, mask):
+        scores, padded = self.q(x) @ self.k(x).mT, ~mask[:, None, :]
+        match self.form:
+            case "less, softmax":
+                return (scores - 1e4 * padded.float()).softmax(-1)
+            case "added, divided, softmax":
+                return ((scores + padded.float() * -1e4) / 4).softmax(-1)
+            case "filled, log_softmax":
+                return scores.masked_fill(padded, -1e9).log_softmax(-1)
+            case "filled, logsumexp":
+                scores = scores.masked_fill(padded, -1e9)
+                return scores - scores.logsumexp(-1, keepdim=True)
+            case "added, maximum":
+                return (scores + padded.float() * -1e4).amax(-1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("target", ["onnxruntime", "default", "qnn_htp"])
+@pytest.mark.parametrize("form", ["less, softmax", "added, divided, softmax", "filled, log_softmax",
+                                  "filled, logsumexp", "added, maximum"])
+def test_finite_masks_leave_the_scores_their_codes(form, target):
+    torch.manual_seed(0)
+    net = Masked(form).eval()
+    batches = [(torch.randn(16, 8, 16), torch.arange(8)[None] < torch.randint(3, 9, (16, 1))) for _ in range(4)]
+    sim = qtk.QuantSim(net, batches[0], config=target)
+    sim.compute_encodings(batches[:3], progress=False)
+    with torch.no_grad():
+        expected, found = net(*batches[3]), sim.model(*batches[3])
+    is_score = expected > -1e3
+    error = (found - expected)[is_score].square().sum() / expected[is_score].square().sum()
+    assert error < 10 ** -2.8
+

@@ -225,3 +225,12 @@ def test_parameters_that_are_left_as_they_are_are_counted():
     sim.compute_encodings([x], progress=False)
     with pytest.warns(match=r"75% of the parameters \(1 of 2 weights\) are left as they are: other.weight"):
         qtk.apply_layerwise(sim, [x], "seq_mse", progress=False)
+
+
+def test_weights_of_a_parametrization_count_among_those_that_are_left():
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 24))
+    x = torch.randn(64, 8)
+    sim = qtk.QuantSim(nn.Sequential(normed, nn.ReLU(), nn.Linear(24, 2)).eval(), x, weight_bits=4)
+    sim.compute_encodings([x], progress=False)
+    with pytest.warns(match=r"80% of the parameters \(1 of 2 weights\) are left as they are: .*remove_parametriz"):
+        qtk.apply_layerwise(sim, [x], "seq_mse", progress=False)
