@@ -35,7 +35,10 @@ def widen_weights(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _is_integer(node: ir.Node) -> bool:
-    """Says whether it is a convolution or Gemm of 8-bit codes, whose bias, if any, is codes too."""
+    """Says whether it is a Gemm, or a convolution whose result is rounded, of 8-bit codes, with a bias of codes or none.
+
+    ONNX Runtime's QGemm may write floats, its QLinearConv writes codes.
+    """
     data = dequantize_of(node.inputs[0])
     if data is None or codes_of(data).is_initializer() or codes_of(data).dtype not in EIGHT_BITS:
         return False
@@ -43,4 +46,4 @@ def _is_integer(node: ir.Node) -> bool:
     producer = None if bias is None else bias.producer()
     if bias is not None and (producer is None or producer.op_type != "DequantizeLinear"):
         return False
-    return node.op_type in ("Conv", "Gemm") and is_rounded(node)
+    return node.op_type == "Gemm" or (node.op_type == "Conv" and is_rounded(node))

@@ -60,7 +60,8 @@ def test_without_it_they_are_float(tmp_path, monkeypatch):
 
 
 @pytest.mark.medium
-def test_gemms_are_integer_too(tmp_path):
-    exported(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 16), tmp_path / "out",
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])  # codes behind the first Gemm, floats
+def test_gemms_are_integer_too(activation, tmp_path):
+    exported(nn.Sequential(nn.Linear(16, 32), activation(), nn.Linear(32, 8)), torch.randn(4, 16), tmp_path / "out",
              weight_bits=4)
     assert optimized_kinds(tmp_path / "out")["QGemm"] == 2
