@@ -35,7 +35,7 @@ def widen_weights(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _is_integer(node: ir.Node) -> bool:
-    """Says whether it is a Gemm, or a convolution whose result is rounded, of 8-bit codes, with a bias of codes or none.
+    """Says whether it is a Gemm, or a convolution whose result is rounded, of 8-bit codes, its bias of codes too if any.
 
     ONNX Runtime's QGemm may write floats, its QLinearConv writes codes.
     """
