@@ -35,7 +35,7 @@ def widen_weights(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _is_integer(node: ir.Node) -> bool:
-    """Says whether it is a Gemm, or a convolution whose result is rounded, of 8-bit codes, its bias of codes too if any.
+    """Says whether it is a Gemm, or a convolution whose result is rounded, of 8-bit codes, its bias of codes or none.
 
     ONNX Runtime's QGemm may write floats, its QLinearConv writes codes.
     """
