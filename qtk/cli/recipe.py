@@ -38,10 +38,8 @@ def _known_word(value: object) -> object:
 
 
 RecipeWidth = Annotated[
-    Annotated[
-        Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
-        Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
-    ],
+    Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
+    Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
     BeforeValidator(_known_word),
 ]
 """A number of bits, ``null`` for float, or ``from_config``."""

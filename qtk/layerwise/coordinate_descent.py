@@ -24,7 +24,7 @@ MOST_PASSES = 1000
 REHEARSED = 2
 """Passes that tell which prior is best."""
 SCALES_EVERY = 2
-"""Scales move before every second pass: before each one they cost more and the error is no lower."""
+"""Scales move before every second pass, and after one that changes nothing: before each they cost more for nothing."""
 
 
 @public
@@ -71,12 +71,13 @@ class CoordinateDescent:
         descent = Descent.begin(weight, state.to_gemm(start.simulated_weight()), state.error)
         scales, encoding = _Scales.of(start, weight) if self.scales else None, start.encoding
         passes = min(self.passes, REHEARSED) if state.rehearses else self.passes
+        is_settled = False
         for turn in range(passes):
-            present = encoding
-            if scales is not None and turn % SCALES_EVERY == 0:
+            present, moves_scales = encoding, scales is not None and (is_settled or turn % SCALES_EVERY == 0)
+            if scales is not None and moves_scales:
                 encoding = scales.moved(replace(start, encoding=encoding), descent)
-            is_lower = descent.run_pass(replace(start, encoding=encoding).grid())
-            if not bool(is_lower.any()) and encoding.equals(present):
+            is_settled = not bool(descent.run_pass(replace(start, encoding=encoding).grid()).any())
+            if is_settled and (scales is None or (moves_scales and encoding.equals(present))):
                 break
         return start.updated(weight=descent.rounded, encoding=encoding)
 

@@ -293,8 +293,8 @@ def _start_of(methods: Sequence[LayerwiseMethod]) -> Start:
 
 def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:
     """Warns if many of the parameters that a call was to improve are left as they are."""
-    values = {value_site(node).name: node.meta.get("val") for graph in graphs(simulation.model).values()
-              for node in graph.graph.nodes if value_site(node).name in skipped}  # computed from parameters
+    values = {value_site(node).name: node.meta.get("val")  # some are computed from parameters
+              for graph in graphs(simulation.model).values() for node in graph.graph.nodes}
     values |= simulation.model.named_parameters()
     left = {name: values[name].numel() for name in skipped if isinstance(values.get(name), Tensor)}
     total = sum(left.values()) + sum(weight.numel() for weight in improved)

@@ -58,13 +58,17 @@ def test_scales_are_searched_unless_they_are_to_stay():
     assert given.lost(free.weight) < given.lost(kept.weight)
 
 
-def test_scales_move_before_every_second_pass(monkeypatch):
+@pytest.mark.parametrize(("gains", "expected"), [
+    (True, ["moved", "run_pass", "run_pass"] * 2),
+    (False, ["moved", "run_pass"] * 4),  # it ends only where scales do not move either
+])
+def test_scales_move_before_every_second_pass_and_after_one_without_gain(gains, expected, monkeypatch):
     given, steps = named("linear", CHANNEL, noise=0.5), []
-    for owner, name in ((_Scales, "moved"), (Descent, "run_pass")):
-        step = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *all, name=name, step=step: steps.append(name) or step(*all))
+    monkeypatch.setattr(_Scales, "moved", lambda own, state, descent: steps.append("moved") or replace(
+        state.encoding, scale=state.encoding.scale * 1.01))
+    monkeypatch.setattr(Descent, "run_pass", lambda own, grid: steps.append("run_pass") or torch.tensor([[gains]]))
     CoordinateDescent(passes=4).apply(given.problem)
-    assert steps == ["moved", "run_pass", "run_pass"] * 2
+    assert steps == expected
 
 
 def test_scales_stored_in_few_bits_stay():
