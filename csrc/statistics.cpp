@@ -1,4 +1,4 @@
-// qtk::min_max and qtk::histogram on the CPU, as in qtk/ops/statistics.py.
+// qtk::min_max, qtk::histogram and qtk::histogram_and_min_max on the CPU, as in qtk/ops/statistics.py.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -55,6 +55,17 @@ struct Found {
     }
   }
 
+  // NaN in both where there was a NaN.
+  std::tuple<Tensor, Tensor> tensors() const {
+    const auto scales = static_cast<int64_t>(low.size());
+    Tensor lows = at::empty({scales}, at::kFloat), highs = at::empty({scales}, at::kFloat);
+    for (int64_t index = 0; index < scales; ++index) {
+      lows.mutable_data_ptr<float>()[index] = nan[index] != 0 ? NAN : low[index];
+      highs.mutable_data_ptr<float>()[index] = nan[index] != 0 ? NAN : high[index];
+    }
+    return {lows, highs};
+  }
+
   std::vector<float> low, high;
   std::vector<uint32_t> nan;
 };
@@ -83,14 +94,7 @@ std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef bloc
       }
     });
   });
-  Tensor low = at::empty({scales}, at::kFloat), high = at::empty({scales}, at::kFloat);
-  float *lows = low.mutable_data_ptr<float>(), *highs = high.mutable_data_ptr<float>();
-  for (int64_t index = 0; index < scales; ++index) {
-    const bool broken = found.nan[index] != 0;
-    lows[index] = broken ? NAN : found.low[index];
-    highs[index] = broken ? NAN : found.high[index];
-  }
-  return {low, high};
+  return found.tensors();
 }
 
 namespace {
@@ -98,14 +102,26 @@ namespace {
 // Histogram of one scale.
 class Tally {
  public:
-  static constexpr int64_t MOST = int64_t{1} << 31;  // most elements before counts are flushed, so that none overflows
-
   explicit Tally(int64_t bins) : slots_(bins + 2), tables_(TABLES * slots_) {}
 
   template <class T>
-  void count(const T* x, int64_t n, Bins bins) {
-    count_row(x, n, bins, tables_.data());
+  void count(const T* x, int64_t n, Bins bins, int64_t* counts) {
+    for (int64_t done = 0; done < n; done += MOST) {
+      count_row(x + done, std::min(MOST, n - done), bins, tables_.data());
+      empty_into(counts);
+    }
   }
+
+  template <class T>
+  void count(const T* x, int64_t n, Bins bins, int64_t* counts, Extremes into) {
+    for (int64_t done = 0; done < n; done += MOST) {
+      count_row_and_extremes(x + done, std::min(MOST, n - done), bins, tables_.data(), into);
+      empty_into(counts);
+    }
+  }
+
+ private:
+  static constexpr int64_t MOST = int64_t{1} << 31;  // most elements before counts are flushed, so that none overflows
 
   // Adds the counts of the tables to the result and clears them.
   void empty_into(int64_t* counts) {
@@ -117,10 +133,12 @@ class Tally {
     std::fill(tables_.begin(), tables_.end(), 0);
   }
 
- private:
   int64_t slots_;  // the last but one is unused, the last counts elements outside all bins
   std::vector<uint32_t> tables_;
 };
+
+// Whether so many elements are worth the tables of a tally.
+bool is_long(int64_t elements, int64_t bins) { return elements > 4 * bins; }
 
 // Counts into [scales, bins], tile by tile.
 template <class T>
@@ -135,11 +153,8 @@ class Counter {
         const T* x = x_ + tile.offset + row * tile.width;
         if (tiles_.by_column()) {
           columns(x, tile.width, tile.index, counts);
-        } else if (tile.width > 4 * bins_) {
-          for (int64_t done = 0; done < tile.width; done += Tally::MOST) {
-            tally_.count(x + done, std::min(Tally::MOST, tile.width - done), of(tile.index + row));
-            tally_.empty_into(counts + (tile.index + row) * bins_);
-          }
+        } else if (is_long(tile.width, bins_)) {
+          tally_.count(x, tile.width, of(tile.index + row), counts + (tile.index + row) * bins_);
         } else {
           single(x, tile.width, tile.index + row, counts);
         }
@@ -195,16 +210,26 @@ class Counter {
   Tally tally_;
 };
 
+void check_bins(int64_t bins, const Tensor& exponent, int64_t scales) {
+  TORCH_CHECK_VALUE(bins > 0 && bins < (1 << 24), bins, " bins; must be 1 to 2^24 - 1");
+  TORCH_CHECK_VALUE(exponent.numel() == scales, exponent.numel(), " widths for ", scales, " histograms");
+}
+
+std::vector<float> units_of(const Tensor& exponent) {
+  const Tensor powers = exponent.to(at::kInt).contiguous();
+  std::vector<float> units(powers.numel());
+  const int32_t* power = powers.const_data_ptr<int32_t>();
+  std::transform(power, power + powers.numel(), units.begin(), [](int32_t of) { return std::ldexp(1.0f, -of); });
+  return units;
+}
+
 Tensor histogram_cpu(
     const Tensor& input, const Tensor& first, const Tensor& exponent, int64_t bins, at::IntArrayRef block_size) {
   const int64_t scales = first.numel();
-  TORCH_CHECK_VALUE(bins > 0 && bins < (1 << 24), bins, " bins; must be 1 to 2^24 - 1");
-  TORCH_CHECK_VALUE(exponent.numel() == scales, exponent.numel(), " widths for ", scales, " histograms");
+  check_bins(bins, exponent, scales);
   const Tensor x = with_loops(input);
-  const Tensor from = first.detach().to(at::kFloat).contiguous(), powers = exponent.to(at::kInt).contiguous();
-  std::vector<float> units(scales);
-  const int32_t* power = powers.const_data_ptr<int32_t>();
-  std::transform(power, power + scales, units.begin(), [](int32_t of) { return std::ldexp(1.0f, -of); });
+  const Tensor from = first.detach().to(at::kFloat).contiguous();
+  const std::vector<float> units = units_of(exponent);
   const Tiles tiles(x, block_size, scales);
   Tensor counts = at::zeros({scales, bins}, at::kLong);
   int64_t* const all = counts.mutable_data_ptr<int64_t>();
@@ -235,17 +260,54 @@ Tensor histogram_cpu(
   return counts;
 }
 
+// In one pass if all elements share a scale.
+std::tuple<Tensor, Tensor, Tensor> histogram_and_min_max_cpu(
+    const Tensor& input, const Tensor& first, const Tensor& exponent, int64_t bins, at::IntArrayRef block_size) {
+  const int64_t scales = first.numel();
+  if (scales != 1 || !is_long(input.numel(), bins)) {
+    auto [low, high] = min_max_cpu(input, block_size, scales);
+    return {histogram_cpu(input, first, exponent, bins, block_size), low, high};
+  }
+  check_bins(bins, exponent, scales);
+  const Tensor x = with_loops(input), from = first.detach().to(at::kFloat);
+  const std::vector<float> units = units_of(exponent);
+  const Tiles tiles(x, block_size, scales);  // checks the blocks
+  Tensor counts = at::zeros({scales, bins}, at::kLong);
+  int64_t* const all = counts.mutable_data_ptr<int64_t>();
+  Found found(scales);
+  std::mutex merging;
+  by_type(x.scalar_type(), [&](auto type) {
+    const auto* elements = source<decltype(type)>(x);
+    in_pieces(tiles, x.numel(), scales, [&](int64_t begin, int64_t end) {
+      Found mine(scales);
+      std::vector<int64_t> counted(bins);
+      const Bins grid{source<float>(from), units.data(), bins};
+      Tally(bins).count(elements + begin, end - begin, grid, counted.data(), mine.from(0));
+      const std::lock_guard<std::mutex> lock(merging);
+      found.merge(mine);
+      std::transform(counted.begin(), counted.end(), all, all, std::plus<>());
+    });
+  });
+  auto [low, high] = found.tensors();
+  return {counts, low, high};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(qtk, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def("min_max(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)", tags);
   library.def("histogram(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor", tags);
+  library.def(
+      "histogram_and_min_max(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> "
+      "(Tensor, Tensor, Tensor)",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(qtk, CPU, library) {
   library.impl("min_max", min_max_cpu);
   library.impl("histogram", histogram_cpu);
+  library.impl("histogram_and_min_max", histogram_and_min_max_cpu);
 }
 
 }  // namespace qtk

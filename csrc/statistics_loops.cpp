@@ -203,10 +203,49 @@ __attribute__((noinline)) void count_slots(const Slot* slots, int64_t n, int64_t
   }
 }
 
+// Takes no extremes.
+struct NoLanes {
+  template <class T>
+  INLINE void take_all(const T*, int64_t) {}
+};
+
+// Extremes by lane; a lane begins as those before.
+struct Lanes {
+  INLINE explicit Lanes(Extremes before) {
+    std::fill_n(low, LANES, *before.low);
+    std::fill_n(high, LANES, *before.high);
+    std::fill_n(nan, LANES, *before.nan);
+  }
+
+  template <class T>
+  INLINE void take_all(const T* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+      for (int lane = 0; lane < LANES; ++lane) {
+        take(x[i + lane], low + lane, high + lane, nan + lane);
+      }
+    }
+    for (int lane = 0; i < n; ++i, ++lane) {
+      take(x[i], low + lane, high + lane, nan + lane);
+    }
+  }
+
+  INLINE void write(Extremes into) const {
+    for (int lane = 0; lane < LANES; ++lane) {
+      *into.low = smaller(*into.low, low[lane]);
+      *into.high = larger(*into.high, high[lane]);
+      *into.nan |= nan[lane];
+    }
+  }
+
+  float low[LANES], high[LANES];
+  uint32_t nan[LANES];
+};
+
 // A strip is counted while the bins of the next are found: bins that were just written could be read only when all
 // counts before them are written too.
-template <class Slot, bool MAY_VANISH, class T>
-INLINE void count_row_of(const T* x, int64_t n, Bins bins, uint32_t* tables) {
+template <class Slot, bool MAY_VANISH, class T, class Taking>
+INLINE void count_row_of(const T* x, int64_t n, Bins bins, uint32_t* tables, Taking& lanes) {
   constexpr int64_t STRIP = 64;  // what a CPU looks ahead
   const float first = *bins.first, unit = *bins.unit;
   const int64_t length = bins.count + 2;
@@ -214,13 +253,26 @@ INLINE void count_row_of(const T* x, int64_t n, Bins bins, uint32_t* tables) {
   int64_t waiting = 0;
   int turn = 0;
   for (; n >= STRIP; n -= STRIP, x += STRIP, turn ^= 1) {
+    lanes.take_all(x, STRIP);
     find_bins_row_of<MAY_VANISH>(x, STRIP, first, unit, bins.count, slots[turn]);
     count_slots(slots[turn ^ 1], waiting, length, tables);
     waiting = STRIP;
   }
+  lanes.take_all(x, n);
   find_bins_row_of<MAY_VANISH>(x, n, first, unit, bins.count, slots[turn]);
   count_slots(slots[turn ^ 1], waiting, length, tables);
   count_slots(slots[turn], n, length, tables);
+}
+
+template <class T, class Taking>
+INLINE void count_row_with(const T* x, int64_t n, Bins bins, uint32_t* tables, Taking& lanes) {
+  if (bins.count >= 0xffff) {
+    count_row_of<int32_t, true>(x, n, bins, tables, lanes);
+  } else if (*bins.unit < 1.0f) {
+    count_row_of<uint16_t, true>(x, n, bins, tables, lanes);
+  } else {
+    count_row_of<uint16_t, false>(x, n, bins, tables, lanes);
+  }
 }
 
 }  // namespace
@@ -236,13 +288,13 @@ INLINE void count_row_of(const T* x, int64_t n, Bins bins, uint32_t* tables) {
     find_bins_row_of<true>(x, n, *bins.first, *bins.unit, bins.count, slots);                                    \
   }                                                                                                              \
   FOR_EVERY_CPU void count_row(const T* x, int64_t n, Bins bins, uint32_t* tables) {                             \
-    if (bins.count >= 0xffff) {                                                                                  \
-      count_row_of<int32_t, true>(x, n, bins, tables);                                                           \
-    } else if (*bins.unit < 1.0f) {                                                                              \
-      count_row_of<uint16_t, true>(x, n, bins, tables);                                                          \
-    } else {                                                                                                     \
-      count_row_of<uint16_t, false>(x, n, bins, tables);                                                         \
-    }                                                                                                            \
+    NoLanes none;                                                                                                \
+    count_row_with(x, n, bins, tables, none);                                                                  \
+  }                                                                                                              \
+  FOR_EVERY_CPU void count_row_and_extremes(const T* x, int64_t n, Bins bins, uint32_t* tables, Extremes into) { \
+    Lanes lanes(into);                                                                                           \
+    count_row_with(x, n, bins, tables, lanes);                                                                 \
+    lanes.write(into);                                                                                           \
   }                                                                                                              \
   FOR_EVERY_CPU void find_bins_columns(const T* __restrict x, int64_t n, Bins bins, int32_t* __restrict slots) { \
     const float* __restrict first = bins.first;                                                                  \

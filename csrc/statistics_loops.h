@@ -33,7 +33,8 @@ constexpr int64_t TABLES = 4;  // tables of counts used in turn, so that an incr
   void find_bins_columns(const T* x, int64_t n, Bins bins, int32_t* slots);            \
   /* Adds the numbers of elements in each bin to those of TABLES tables; a table is    \
      one count a bin, one that stays empty, and that of what is not counted */         \
-  void count_row(const T* x, int64_t n, Bins bins, uint32_t* tables);
+  void count_row(const T* x, int64_t n, Bins bins, uint32_t* tables);                  \
+  void count_row_and_extremes(const T* x, int64_t n, Bins bins, uint32_t* tables, Extremes into);
 
 QTK_DECLARE_STATISTICS(float)
 QTK_DECLARE_STATISTICS(BFloat16)

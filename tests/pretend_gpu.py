@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qtk.numerics import statistics
 from qtk.ops import least_candidate, least_output_error
+from qtk.ops import statistics as statistics_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -37,7 +38,8 @@ READ = {
 COPIES = "_to_copy", "to"
 """Copies to a device; the second within ops, where nothing takes it apart."""
 
-WITHOUT_KERNEL = {"qtk::histogram_of_squares": statistics.histogram_of_squares,
+WITHOUT_KERNEL = {"qtk::histogram_and_min_max": statistics_ops._histogram_and_min_max,
+                  "qtk::histogram_of_squares": statistics.histogram_of_squares,
                   "qtk::least_candidate": least_candidate._reference,
                   "qtk::least_output_error": least_output_error._reference}
 """Ops of qtk whose reference runs on GPUs."""

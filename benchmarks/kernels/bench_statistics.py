@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from turns import Setting, Timed, arguments, finish, multiples
 
-from qtk.ops.statistics import histogram, min_max
+from qtk.ops.statistics import histogram, histogram_and_min_max, min_max
 
 BINS = 512
 SHORT = 32
@@ -48,6 +48,7 @@ def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         f"qtk min_max, blocks of {SHORT}": lambda: min_max(x, (1, SHORT)),
         f"torch aminmax, blocks of {SHORT}": lambda: torch.aminmax(blocks, dim=1),
         f"qtk histogram, {BINS} bins": lambda: histogram(x, first, power, BINS, ()),
+        f"qtk histogram and min_max, {BINS} bins": lambda: histogram_and_min_max(x, first, power, BINS, ()),
         f"torch histc, {BINS} bins": lambda: torch.histc(x, BINS),
         f"qtk histogram, {BINS} bins, per last axis": lambda: histogram(x, firsts, powers, BINS, (-1, 1)),
     }

@@ -46,7 +46,7 @@ from qtk.operators.op_row import Mask, Precision
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 
-OF_MASKS = frozenset({Mask.READS, Mask.MAKES, Trait.COMPOSITES})
+OF_MASKS = frozenset({Mask.READS, Mask.MAKES, Mask.KEEPS, Trait.COMPOSITES})
 OF_EXPONENTS = frozenset({Precision.EXPONENT})
 """What graphs hold in which masks, and arguments of exponentials, can be."""
 

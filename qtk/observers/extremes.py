@@ -164,7 +164,8 @@ def sentinel_bound(dtype: torch.dtype) -> float:
 
 
 def extremes(
-    x: Tensor, granularity: Granularity, *, allows_mask: bool = True, finds_mask: bool = False
+    x: Tensor, granularity: Granularity, *, allows_mask: bool = True, finds_mask: bool = False,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> Extremes | None:
     """Minimum and maximum of ``x`` for each scale, ``None`` if ``x`` is empty.
 
@@ -173,6 +174,7 @@ def extremes(
         granularity: which elements share a scale.
         allows_mask: whether few sentinels are a mask too.
         finds_mask: whether the finite numbers of a mask are sentinels too, as ``with_infinite_mask`` finds them.
+        known: the results of ``min_max`` on a tensor on the CPU, if a pass over it has found them.
 
     Raises: CalibrationError if ``x`` is on the CPU and holds NaN, +inf, or sentinels that are no mask, with the index
         of the first; SpecError if the granularity does not fit it.
@@ -184,7 +186,7 @@ def extremes(
         running = Running.empty(x, granularity)
         running.add(with_infinite_mask(x) if finds_mask else x, granularity, allows_mask=allows_mask)
         return running.extremes
-    low, high = _reduce(x, granularity)
+    low, high = _reduce(x, granularity, known)
     if finds_mask and bool((low <= FINITE_MASK).any()):
         x = with_infinite_mask(x)
         low, high = _reduce(x, granularity)
@@ -234,8 +236,10 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _reduce(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
+def _reduce(
+    x: Tensor, granularity: Granularity, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Minimum and maximum, float32 in the qparam shape; NaN wins in both."""
     shape = granularity.qparam_shape(tuple(x.shape))
-    low, high = min_max(x, granularity.block_size(x.ndim))
+    low, high = min_max(x, granularity.block_size(x.ndim)) if known is None else known
     return low.reshape(shape), high.reshape(shape)

@@ -8,6 +8,8 @@ the histogram of all their data.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,33 @@ from qtk.numerics.blocks import split_shape
 from qtk.observers.extremes import Counted, extremes, on_cpu, sentinel_bound
 from qtk.observers.min_max import same_shape
 from qtk.observers.weighted_samples import WeightedSamples
-from qtk.ops.statistics import histogram
+from qtk.ops.statistics import histogram, histogram_and_min_max
 
 SMALLEST_EXPONENT = -100
 DIGITS = 24
 """Significant bits of float32: no bin is narrower than the last of them."""
+MOST_AHEAD = 1 << (DIGITS - 1)
+"""Bins from 0 on up to which float32 numbers those before them too; there are fewer than half as many in a grid."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CountedAhead:
+    """What one pass finds in a tensor: its extremes, and the counts on a grid that reaches below the range so far.
+
+    Shape: ``counts`` int64 [1, bins]; ``extremes``, ``first`` and ``exponent`` [1].
+    """
+
+    counts: Tensor
+    extremes: tuple[Tensor, Tensor]
+    first: Tensor
+    exponent: Tensor
+
+    def on(self, first: Tensor, exponent: Tensor, bins: int) -> Tensor | None:
+        """The counts on a grid of ``bins`` bins, ``None`` if they do not tell. Shape: [1, bins]."""
+        offset = int(first - self.first)
+        if not torch.equal(exponent, self.exponent) or not 0 <= offset <= self.counts.shape[1] - bins:
+            return None
+        return self.counts[:, offset : offset + bins]
 
 
 class Histogram(Counted):
@@ -92,7 +116,9 @@ class Histogram(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        batch = extremes(x, self.granularity, allows_mask=self.allows_mask, finds_mask=self.finds_mask)
+        ahead = self._counted_ahead(x)
+        batch = extremes(x, self.granularity, allows_mask=self.allows_mask, finds_mask=self.finds_mask,
+                         known=None if ahead is None else ahead.extremes)
         if batch is None:
             return
         if not batch.nothing:
@@ -103,13 +129,28 @@ class Histogram(Counted):
                 same_shape(self._shape or (), low.shape)
             self._shape = low.shape
             self._widen(low.reshape(-1), high.reshape(-1))
-            block_size = self.granularity.block_size(x.ndim)
             assert self._first is not None
             assert self._exponent is not None
             assert self._counts is not None
-            inside = self._clamped(x, block_size, low.reshape(-1), high.reshape(-1))
-            self._counts += histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
+            counts = None if ahead is None else ahead.on(self._first, self._exponent, 2 * self.bins)
+            if counts is None:
+                block_size = self.granularity.block_size(x.ndim)
+                inside = self._clamped(x, block_size, low.reshape(-1), high.reshape(-1))
+                counts = histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
+            self._counts += counts
         self._add(batch)
+
+    def _counted_ahead(self, x: Tensor) -> _CountedAhead | None:
+        """Counts a tensor before its range is known; ``None`` where nothing is gained, as on the first tensor."""
+        first, exponent = self._first, self._exponent
+        if first is None or exponent is None or len(first) > 1 or self._limits is not None or x.numel() == 0:
+            return None
+        if not (on_cpu(x) and on_cpu(first) and abs(float(first)) < MOST_AHEAD):
+            return None
+        counts, low, high = histogram_and_min_max(
+            x, first - self.bins, exponent, 3 * self.bins, self.granularity.block_size(x.ndim)
+        )
+        return _CountedAhead(counts, (low, high), first - self.bins, exponent)
 
     def merge(self, other: Histogram) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if granularity, bins or growth differ."""

@@ -1,4 +1,4 @@
-"""``qtk::min_max``, ``qtk::histogram`` and ``qtk::histogram_of_squares``: one pass over a tensor each.
+"""``qtk::min_max``, ``qtk::histogram``, both of them, and ``qtk::histogram_of_squares``: one pass over a tensor each.
 
 Formulas in ``qtk.numerics.statistics``; ``block_size`` as in ``qtk.ops.fake_quantize``. They carry no gradient.
 """
@@ -23,6 +23,20 @@ def _histogram_fake(input: Tensor, first: Tensor, exponent: Tensor, bins: int, b
     return first.new_empty((first.numel(), bins), dtype=torch.int64)
 
 
+def _histogram_and_min_max(
+    input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = statistics.histogram(input, first, exponent, bins, block_size)
+    return counts, *statistics.min_max(input, block_size)
+
+
+def _histogram_and_min_max_fake(
+    input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = _histogram_fake(input, first, exponent, bins, block_size)
+    return counts, *_min_max_fake(input, block_size, first.numel())
+
+
 def _histogram_of_squares_fake(
     input: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
 ) -> Tensor:
@@ -37,6 +51,11 @@ _MIN_MAX = register(
 _HISTOGRAM = register(
     "histogram(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor",
     statistics.histogram, _histogram_fake, gpu=Kernel("statistics", "histogram"), native=True,
+)
+_HISTOGRAM_AND_MIN_MAX = register(
+    "histogram_and_min_max(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> "
+    "(Tensor, Tensor, Tensor)",
+    _histogram_and_min_max, _histogram_and_min_max_fake, native=True,
 )
 _HISTOGRAM_OF_SQUARES = register(
     "histogram_of_squares(Tensor input, Tensor factors, Tensor first, Tensor exponent, int bins, int[] block_size) -> "
@@ -69,6 +88,23 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     """
     counts: Tensor = _HISTOGRAM(x, first, exponent, bins, block_size)
     return counts
+
+
+def histogram_and_min_max(
+    x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``histogram`` and ``min_max``; on the CPU in one pass where all elements share a scale.
+
+    Shape: as theirs.
+
+    Raises: ValueError or RuntimeError, by backend, if ``x`` is empty.
+
+    >>> first, exponent = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    >>> histogram_and_min_max(torch.tensor([0.0, 0.9, 1.0, 2.0]), first, exponent, 2, ())
+    (tensor([[2, 1]]), tensor([0.]), tensor([2.]))
+    """
+    counts, low, high = _HISTOGRAM_AND_MIN_MAX(x, first, exponent, bins, block_size)
+    return counts, low, high
 
 
 def histogram_of_squares(

@@ -24,7 +24,11 @@ class Net(nn.Module):
     (lambda m, x, mask: m.out(torch.where(mask > 0, m.fc(x), -1e38)), {"where:out"}),
     (lambda m, x, mask: m.out((m.fc(x) + mask).amax(-1, keepdim=True) * x), {"fc:out", "add:out", "mask:input"}),
     (lambda m, x, mask: m.out(x) + (m.fc(x) + mask).argmax(-1), {"fc:out", "mask:input"}),
-    (lambda m, x, mask: m.out(m.fc(x).relu() + mask), set()),
+    (lambda m, x, mask: m.out(m.fc(x).relu() + mask), {"add:out"}),
+    (lambda m, x, mask: m.out(m.fc(x) - 1e4 * (mask > 0).float()), {"sub:out"}),
+    (lambda m, x, mask: m.out(torch.cat([m.fc(x) + (1 - (mask > 0).float()) * -1e4, x])), {"add:out", "concat:out"}),
+    (lambda m, x, mask: m.out(m.fc(x).relu() + m.out(mask)), set()),
+    (lambda m, x, mask: m.out(m.fc(mask) + mask), set()),
     (lambda m, x, mask: m.fc(functional.scaled_dot_product_attention(x, x, x, mask)), {"mask:input", "x:input"}),
 ])
 def test_where_a_mask_can_be(forward, expected):
@@ -33,4 +37,4 @@ def test_where_a_mask_can_be(forward, expected):
     assert expected <= found
     assert not {"out:out"} & found
     if not expected:
-        assert "fc:out" not in found
+        assert not {"fc:out", "add:out"} & found

@@ -3,6 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import CalibrationError
@@ -88,6 +89,46 @@ def test_between_bins_and_twice_as_many_are_in_use():
         observer = seen(PerTensor(), [x], bins=64)
         width = float(observer.edges[0, 1] - observer.edges[0, 0])
         assert 63 <= float(x.max() - x.min()) / width <= 128
+
+
+LATER = {
+    "within": torch.linspace(0.5, 1.5, 50_000),
+    "a little below": torch.linspace(-0.2, 1.0, 50_000),
+    "below what is counted ahead": torch.linspace(-1.5, 1.0, 50_000),
+    "far below": torch.linspace(-900.0, 1.0, 50_000),
+    "above": torch.linspace(0.0, 3.0, 50_000),
+    "few": torch.tensor([-0.2, 1.7]),
+    "masked": torch.linspace(-0.2, 1.0, 50_000).masked_fill(torch.arange(50_000) % 7 == 0, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("place", [0.0, 100.0, -3e4, 8e5])
+def test_what_is_counted_before_its_range_is_known_is_counted_all_the_same(later, place):
+    first = torch.linspace(0.0, 1.8, 50_000)
+    given = [first + place, LATER[later] + place, LATER["a little below"] + place]
+    assert same(seen(PerTensor(), given, bins=512), seen(PerTensor(), [torch.cat(given)], bins=512))
+
+
+def test_masks_of_half_precision_near_large_numbers_are_not_counted():
+    x = (torch.linspace(-3e4, 3e4, 5000)).half()
+    masked = torch.where(torch.arange(5000) % 5 == 0, torch.finfo(torch.float16).min, x)
+    observer = seen(PerTensor(), [x, masked], bins=64)
+    assert int(observer.counts.sum()) == observer.count == 9000
+
+
+def test_tensors_after_the_first_are_read_once_where_the_range_hardly_grows():
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.extend([func.name()] if func.namespace == "qtk" else [])
+            return func(*args, **(kwargs or {}))
+
+    called = []
+    observer = seen(PerTensor(), [torch.linspace(-1.0, 1.0, 1000)])
+    with Called():
+        observer.observe(torch.linspace(-0.5, 0.5, 1000))
+        observer.observe(torch.linspace(-1.5, 1.1, 1000))
+    assert called == ["qtk::histogram_and_min_max"] * 2
 
 
 @pytest.mark.parametrize("extreme", [1e30, -1e29, 1e-30, 3e38])

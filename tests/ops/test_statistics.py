@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtk.numerics.statistics import count_scales
 from qtk.ops import statistics
 from tests.kernels import conformance, statistics_conformance
 from tests.kernels.statistics_conformance import power
@@ -16,6 +17,42 @@ class TestOp(statistics_conformance.Conformance):
     @pytest.mark.parametrize("threads", [1, 2, 3])
     def test_many_elements_on_many_threads(self, threads):
         super().test_many_elements_on_many_threads(threads)
+
+
+class TestBoth(statistics_conformance.Conformance):
+    """Each half of the results of ``histogram_and_min_max``."""
+
+    backend = "op"
+
+    @staticmethod
+    def min_max(x, block_size):
+        scales = count_scales(x.shape, block_size)
+        grid = torch.zeros(scales), torch.zeros(scales, dtype=torch.int32)
+        return statistics.histogram_and_min_max(x, *grid, 1, block_size)[1:]
+
+    @staticmethod
+    def histogram(x, first, exponent, bins, block_size):
+        if not x.numel():
+            pytest.skip("nothing has no extremes")
+        return statistics.histogram_and_min_max(x, first, exponent, bins, block_size)[0]
+
+    @pytest.mark.parametrize("threads", [1, 2, 3])
+    def test_many_elements_on_many_threads(self, threads):
+        super().test_many_elements_on_many_threads(threads)
+
+
+@pytest.mark.parametrize("kind", conformance.KINDS)
+def test_a_pass_that_counts_finds_the_extremes_wherever_they_are(kind):
+    grid = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    for length in (64, 65, 127, 128, 200):
+        for place in range(length):
+            x = torch.zeros(length, dtype=kind)
+            x[place], x[place - 1] = 9.0, -9.0
+            counts, low, high = statistics.histogram_and_min_max(x, *grid, 10, [])
+            assert (counts.tolist(), float(low), float(high)) == ([[length - 2, *[0] * 8, 1]], -9.0, 9.0)
+            x[place] = torch.nan
+            counts, low, high = statistics.histogram_and_min_max(x, *grid, 10, [])
+            assert (int(counts.sum()), bool(low.isnan()), bool(high.isnan())) == (length - 2, True, True)
 
 
 class TestSquares(statistics_conformance.SquaresConformance):
@@ -57,6 +94,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.qtk.min_max.default, (x, [1, -1], 6))
     grid = torch.zeros(6), torch.zeros(6, dtype=torch.int32)
     torch.library.opcheck(torch.ops.qtk.histogram.default, (x, *grid, 5, [1, -1]))
+    torch.library.opcheck(torch.ops.qtk.histogram_and_min_max.default, (x, *grid, 5, [1, -1]))
     torch.library.opcheck(torch.ops.qtk.histogram_of_squares.default, (x, x, *grid, 5, [1, -1]))
 
 
