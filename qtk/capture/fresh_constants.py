@@ -11,7 +11,7 @@ DETACH, DETACH_ = ATEN.detach.default, ATEN.detach_.default
 
 
 def settle_fresh_constants(graph: fx.Graph) -> None:
-    """Makes each fresh constant a clone, not detached, and ``detach_`` of any other value a ``detach``. Changes ``graph``.
+    """Makes each fresh constant a clone, not detached, ``detach_`` of any other value a ``detach``. Changes ``graph``.
 
     Torch detaches a fresh constant in place, which leaves its values as they are, and alone would have the program
     functionalized: that takes as long as the export, and loses ``detach_`` of values that gradients pass.
