@@ -11,19 +11,19 @@ DETACH, DETACH_ = ATEN.detach.default, ATEN.detach_.default
 
 
 def settle_fresh_constants(graph: fx.Graph) -> None:
-    """Makes each fresh constant a clone, and ``detach_`` of any other value a ``detach``. Changes ``graph``.
+    """Makes each fresh constant a clone, not detached, ``detach_`` of any other value a ``detach``. Changes ``graph``.
 
     Torch detaches a fresh constant in place, which leaves its values as they are, and alone would have the program
     functionalized: that takes as long as the export, and loses ``detach_`` of values that gradients pass.
     """
-    for node in graph.find_nodes(op="call_function", target=DETACH_):
+    for node in [node for target in (DETACH, DETACH_) for node in graph.find_nodes(op="call_function", target=target)]:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             continue
         if _is_fresh(source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        else:
+        elif node.target is DETACH_:
             node.target = DETACH
             for user in [user for user in source.users if user > node]:
                 user.replace_input_with(source, node)

@@ -13,6 +13,7 @@ from qtk.errors import CalibrationError, NotCalibratedError
 from qtk.graph.simulation import Simulation
 from qtk.ops.gradient_scale import GradientScale
 from qtk.quantizers.quantizer import Quantizer
+from qtk.training.gradient_reach import without_gradient
 from qtk.training.stale_optimizers import watch_optimizers
 from qtk.training.stale_wrappers import watch_wrappers
 
@@ -45,8 +46,8 @@ def learn_ranges(
 
     Args:
         simulation: calibrated.
-        names: names of sites, or globs over names. Dynamic and frozen sites are skipped, and sites whose scales are
-            stored in few bits.
+        names: names of sites, or globs over names. Dynamic and frozen sites are skipped, sites whose scales are
+            stored in few bits, and sites of values that no gradient reaches, as before a ``detach``.
         gradient_scale: ``"lsq"``: gradients of ranges are divided by √(N · q_max), with N the elements of a sample that
             share a scale (arXiv 1902.08153); ``None``: they are not.
 
@@ -58,7 +59,10 @@ def learn_ranges(
         scale has become 0, negative or not finite, on a GPU some steps later.
     """
     scaled = GradientScale.NONE if gradient_scale is None else GradientScale.LSQ
-    taken = _taken(simulation, names, "be learned", {})
+    without = without_gradient(simulation.model)
+    others = {site: "is of a value that no gradient reaches" for site in leaders(simulation.plan)
+              if simulation.quantizers[site] in without}
+    taken = _taken(simulation, names, "be learned", others)
     made = {site.name: each for site in taken if not (each := simulation.quantizers[site]).learns_range}
     for site in taken:
         simulation.quantizers[site].learn_range(scaled)
