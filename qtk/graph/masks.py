@@ -5,10 +5,13 @@ from __future__ import annotations
 from torch import fx, nn
 
 from qtk.core.site import Site
+from qtk.graph.float_root import float_root
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
+from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import is_float, value_site
-from qtk.operators.op_row import Mask, OpRow
+from qtk.operators.op_row import Mask
+from qtk.operators.targets import attribute
 
 ADDING = frozenset({"add", "sub", "rsub"})
 """Kinds of ops that put a mask into scores."""
@@ -40,7 +43,7 @@ def _before_readers(nodes: list[fx.Node], flow: Flow) -> set[fx.Node]:
     for node in reversed(nodes):
         row = flow.row(node)
         is_reader = bool(nested_graphs(node)) or (row is not None and Mask.READS in row.mask)
-        if is_reader or (node in found and _passes(row)):
+        if is_reader or (node in found and (row is None or _passes(node, flow))):
             is_composite = bool(nested_graphs(node))
             found.update(read for read in node.all_input_nodes if not (is_composite and _is_product(flow, read)))
     return found
@@ -51,41 +54,51 @@ def _behind_makers(nodes: list[fx.Node], flow: Flow) -> set[fx.Node]:
     masks = _masks(nodes, flow)
     for node in nodes:
         row = flow.row(node)
-        makes = row is not None and (Mask.MAKES in row.mask or (_adds(row) and _reads_both(node, masks, flow)))
-        if makes or (row is not None and _passes(row) and not found.isdisjoint(node.all_input_nodes)):
+        makes = row is not None and (Mask.MAKES in row.mask or (_adds(node, flow) and _reads_both(node, masks, flow)))
+        if makes or (_passes(node, flow) and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
 
 
 def _masks(nodes: list[fx.Node], flow: Flow) -> set[fx.Node]:
-    """The values that may be masks to add: computed from integers alone, or from inputs that are only added."""
+    """The values that may be masks to add: of integers and constants alone, or of inputs that are only added."""
     added: set[fx.Node] = set()
     for node in reversed(nodes):
-        rows = [(user, flow.row(user)) for user in node.users]
-        if rows and all(_adds(row) or (_passes(row) and user in added) for user, row in rows):
+        if node.users and all(_adds(user, flow) or (_passes(user, flow) and user in added) for user in node.users):
             added.add(node)
     found: set[fx.Node] = set()
     for node in nodes:
-        read = [value for value in node.all_input_nodes if not flow.is_static(value)]
-        if not is_float(node) or (node.op == "placeholder" and node in added) or (
-            read and found.issuperset(read) and _passes(flow.row(node))
-        ):
+        read = [value for value in node.all_input_nodes if not _is_learned(value, flow)]
+        is_of_masks = bool(read) and found.issuperset(read) and _passes(node, flow)
+        is_constant = flow.is_static(node) and not _is_learned(node, flow)
+        if not is_float(node) or is_constant or is_of_masks or (node.op == "placeholder" and node in added):
             found.add(node)
     return found
 
 
 def _reads_both(node: fx.Node, masks: set[fx.Node], flow: Flow) -> bool:
     """Says whether an op reads data of which some may be a mask and some are none."""
-    read = {value for value in node.all_input_nodes if is_float(value) and not flow.is_static(value)}
+    read = {value for value in node.all_input_nodes if is_float(value) and not _is_learned(value, flow)}
     return not read.isdisjoint(masks) and not read <= masks
 
 
-def _adds(row: OpRow | None) -> bool:
+def _is_learned(node: fx.Node, flow: Flow) -> bool:
+    """Says whether a value is a parameter, moved or not."""
+    root, owner = float_root(flow, node), node.graph.owning_module
+    return root.op == "get_attr" and owner is not None and isinstance(attribute(owner, str(root.target)), nn.Parameter)
+
+
+def _adds(node: fx.Node, flow: Flow) -> bool:
+    row = flow.row(node)
     return row is not None and row.kind in ADDING
 
 
-def _passes(row: OpRow | None) -> bool:
-    return row is None or row.keeps_elements or Mask.KEEPS in row.mask
+def _passes(node: fx.Node, flow: Flow) -> bool:
+    """Says whether the result of an op, or quantizer, has the mask of an operand."""
+    row = flow.row(node)
+    if row is None:
+        return quantizer_called(node) is not None
+    return row.keeps_elements or Mask.KEEPS in row.mask
 
 
 def _is_product(flow: Flow, node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ SMALLEST_EXPONENT = -100
 DIGITS = 24
 """Significant bits of float32: no bin is narrower than the last of them."""
 MOST_AHEAD = 1 << (DIGITS - 1)
-"""Bins from 0 on up to which float32 numbers those before them too; there are fewer than half as many in a grid."""
+"""Bins up to this one from 0 have earlier ones that float32 holds too: half as many as a grid has, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

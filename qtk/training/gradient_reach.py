@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from qtk.graph.graphs import graphs
-from qtk.operators.targets import called_module
+from qtk.graph.insert import quantizer_called
 from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import pytree
 
 BLOCKING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 
@@ -25,21 +25,21 @@ def without_gradient(model: nn.Module) -> set[Quantizer]:
     >>> [name for name, quantizer in sim.quantizers.items() if quantizer in without]
     ['mul:out']
     """
-    with_one: set[nn.Module] = set()
+    with_one: set[Quantizer] = set()
     called: set[Quantizer] = set()
     for graph in graphs(model).values():
         reached: set[fx.Node] = set()
         for node in reversed(graph.graph.nodes):
-            module = called_module(node)
-            if isinstance(module, Quantizer):
-                called.add(module)
-            if node.op == "output" or (node in reached and _passes(node)):
+            quantizer = quantizer_called(node)
+            is_reached = node.op == "output" or (node in reached and _passes(node))
+            if is_reached:
                 reached.update(node.all_input_nodes)
-                with_one.update([module] if isinstance(module, Quantizer) else [])
+            if quantizer is not None:
+                (with_one if is_reached else called).add(quantizer)
     return called - with_one
 
 
 def _passes(node: fx.Node) -> bool:
     """Says whether a gradient passes an op, as far as it is known: all values that it makes are integers otherwise."""
-    made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    made = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
     return node.target not in BLOCKING and (not made or any(value.is_floating_point() for value in made))

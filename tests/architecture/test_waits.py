@@ -103,6 +103,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "observers/histogram.py": {
         "torch.equal(self._low, before[0])": CPU_ONLY, "torch.equal(self._high, before[1])": CPU_ONLY,
         "torch.equal(first, self._first)": CPU_ONLY, "torch.equal(exponent, self._exponent)": CPU_ONLY,
+        "torch.equal(exponent, self.exponent)": CPU_ONLY, "float(first)": CPU_ONLY, "int(first - self.first)": CPU_ONLY,
         "bool(((low < lower) | (high > upper)).any())": CPU_ONLY,
     },
     "ops/onnx_form.py": {"bool(block_size)": "of Python numbers"},

@@ -11,6 +11,7 @@ class Net(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("causal", torch.full((4, 4), -1e9).triu(1))
         self.run = forward
 
     def forward(self, x, mask):
@@ -27,6 +28,10 @@ class Net(nn.Module):
     (lambda m, x, mask: m.out(m.fc(x).relu() + mask), {"add:out"}),
     (lambda m, x, mask: m.out(m.fc(x) - 1e4 * (mask > 0).float()), {"sub:out"}),
     (lambda m, x, mask: m.out(torch.cat([m.fc(x) + (1 - (mask > 0).float()) * -1e4, x])), {"add:out", "concat:out"}),
+    (lambda m, x, mask: m.out((m.fc(x) + mask[:, :1]) / 2), {"add:out", "div:out"}),
+    (lambda m, x, mask: m.out(m.fc(x) - (1 - torch.ones(4, 4).tril()) * 1e9), {"sub:out"}),
+    (lambda m, x, mask: m.out(m.fc(x) + m.causal), {"add:out"}),
+    (lambda m, x, mask: m.out(m.fc(x) + m.fc.bias), set()),
     (lambda m, x, mask: m.out(m.fc(x).relu() + m.out(mask)), set()),
     (lambda m, x, mask: m.out(m.fc(mask) + mask), set()),
     (lambda m, x, mask: m.fc(functional.scaled_dot_product_attention(x, x, x, mask)), {"mask:input", "x:input"}),
