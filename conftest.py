@@ -5,12 +5,16 @@
 
 import os
 from collections import defaultdict
+from pathlib import Path
 
 import qtk  # noqa: F401
 from tests.kernels.passed import have_passed
 
 LEFT_OUT = {"quick": {"medium", "slow", "kernels"}, "test": {"slow"}, "all": set()}
 """Door → the marks of tests that it leaves out."""
+
+OF_KERNELS = {Path(__file__).parent / "tests" / room for room in ("ops", "numerics")}
+"""Where tests run that have passed with the kernels as they are: of each function ``make test`` runs one."""
 
 
 def pytest_addoption(parser):
@@ -26,6 +30,7 @@ def pytest_collection_modifyitems(config, items):
         deselected += _beyond_samples([item for item in items if item.get_closest_marker("sample") is not None])
     if door == "test" and not is_emulated and have_passed():
         deselected += _but_canaries(item for item in items if item.get_closest_marker("kernels") is not None)
+        deselected += _but_first(item for item in items if item.path.parent in OF_KERNELS)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         positions = set(map(id, deselected))
@@ -43,11 +48,19 @@ def _beyond_samples(items):
         yield from (item for index, item in enumerate(function) if index not in kept)
 
 
-def _but_canaries(items):
-    """The tests but the first case of each function whose mark says ``canary=True``."""
+def _but_first(items):
+    """The cases of each function but the first."""
     functions = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if function in functions or not item.get_closest_marker("kernels").kwargs.get("canary", False):
+        if function in functions:
             yield item
         functions.add(function)
+
+
+def _but_canaries(items):
+    """The tests but the first case of each function whose mark says ``canary=True``."""
+    canaries, others = [], []
+    for item in items:
+        (canaries if item.get_closest_marker("kernels").kwargs.get("canary", False) else others).append(item)
+    yield from (*others, *_but_first(canaries))

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,21 +62,20 @@ RULES = (
 )
 
 
-def documents() -> Iterator[Path]:
-    yield from sorted((ROOT / "qtk").rglob("*.py"))
-    for pattern in DOCUMENTS:
-        yield from sorted(ROOT.glob(pattern))
+@cache
+def documents() -> dict[str, str]:
+    """Path → text."""
+    found = (*(ROOT / "qtk").rglob("*.py"), *(path for pattern in DOCUMENTS for path in ROOT.glob(pattern)))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(found)}
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.instead[:30])
 def test_the_word_stays_out(rule: Rule) -> None:
     faults = []
-    for path in documents():
-        shown = path.relative_to(ROOT).as_posix()
+    for shown, text in documents().items():
         if shown.startswith(rule.apart_from):
             continue
-        text = path.read_text(encoding="utf-8")
         for match in re.finditer(rule.pattern, text):
             line = text.count("\n", 0, match.start()) + 1
             faults.append(f"{shown}:{line}: {match.group()!r}; write: {rule.instead}")
@@ -99,8 +99,7 @@ def riddles(text: str) -> Iterator[str]:
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
-    faults = [f"{path.relative_to(ROOT).as_posix()}:{fault}" for path in documents() if path.suffix == ".py"
-              and not path.relative_to(ROOT).as_posix().startswith(("qtk/kernels/", "qtk/ops/", "qtk/numerics/"))
-              for fault in riddles(path.read_text(encoding="utf-8"))]
+    faults = [f"{shown}:{fault}" for shown, text in documents().items() if shown.endswith(".py")
+              and not shown.startswith(("qtk/kernels/", "qtk/ops/", "qtk/numerics/")) for fault in riddles(text)]
     assert faults == []
     assert list(riddles('def f():\n    """Whether it is so."""\n')) == ["1: f"]

@@ -83,7 +83,7 @@ def test_dropped_values_are_warned_of():
 
 
 @pytest.mark.medium
-@pytest.mark.sample(17)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name not in ("zero", "constant", "tiny", "huge")])
 def test_as_published(name, spec):

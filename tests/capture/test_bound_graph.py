@@ -131,6 +131,7 @@ def rewritten(graph):
     graph.recompile()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.medium)])
 @pytest.mark.parametrize("change", [name if name in ("a mode of an activation", "a parameter in place", "a hook")
                                     else pytest.param(name, marks=pytest.mark.medium) for name in CHANGES])

@@ -99,6 +99,7 @@ class HoldsABuffer(Holds):
         return y
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "kind", [ReturnsTheOld, ReturnsTheNew, ReadsTheOldAgain, CalledTwice, Delay, HoldsTheInput, HoldsABuffer]

@@ -33,7 +33,7 @@ class OverlapAdd(nn.Module):
         return y
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("is_buffer", [True, False])

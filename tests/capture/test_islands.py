@@ -108,7 +108,7 @@ def test_keeps_names_and_tensors(name):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every_model
 def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
     entry, (model, prepared) = PYTHON[name], pair(name)
@@ -206,6 +206,7 @@ def test_the_code_of_the_model_itself_sees_its_mode():
     assert not torch.equal(outputs[True], outputs[False])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @every_model
 def test_follows_to_another_dtype(name):
@@ -219,6 +220,7 @@ def test_follows_to_another_dtype(name):
     assert equal(twin(*args, **kwargs), model(*args, **kwargs))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @every_model
 def test_follows_to_another_device(name):

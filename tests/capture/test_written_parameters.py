@@ -47,6 +47,7 @@ def test_also_after_an_error():
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Clamps, ClampsData, AssignsData])
 def test_a_prepared_model_is_left_as_it_was_and_its_simulation_is_calibrated(kind):
     torch.manual_seed(0)

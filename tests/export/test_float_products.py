@@ -43,6 +43,7 @@ def copied(products):
 FLOAT = {"output": "float"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("config", "rules", "expected"), [
     ("xnnpack", [], [False, False, False, True, True]),
     ("xnnpack", [{"match": {"path": "relu"}, **FLOAT}, {"match": {"path": "second"}, "input": "float"}],

@@ -118,7 +118,7 @@ LIKE = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 @pytest.mark.parametrize("like", LIKE)

@@ -30,6 +30,7 @@ def test_the_simulation_compiles_without_a_graph_break(name):
     torch.compiler.reset()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("learns", [False, True])
 def test_biases_in_int32_break_no_graph(learns):

@@ -73,7 +73,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
     entry = ZOO[name]
     prepared = prepared_once(name)
@@ -114,7 +114,7 @@ def insides(node):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(20)
+@pytest.mark.sample(6)
 def test_per_channel_weights_reach_every_weighted_op(name):
     entry = ZOO[name]
     sim = qtk.QuantSim(prepared_once(name), entry.inputs())
@@ -134,7 +134,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(15)
+@pytest.mark.sample(5)
 def test_the_simulation_is_close_to_float_at_16_bits(name):
     entry = ZOO[name]
     sim = simulated(name, weight_bits=16, activation_bits=16)

@@ -17,6 +17,7 @@ SETTINGS = {"tensor": TENSOR, "channel": CHANNEL, "block": blocks_of(2), "asymme
             "float": CHANNEL | {"dtype": "fp8_e4m3"}}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("setting", ["tensor", "channel", "block", "asymmetric", "float"])
 @pytest.mark.parametrize("name", LAYERS)

@@ -19,6 +19,7 @@ def without_shift(problem):
     return problem.from_gemm(gptq(problem.to_gemm(problem.float_weight), problem.error.gram[:, 0], problem.grid()))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -64,6 +65,7 @@ def test_groups_are_rounded_by_their_own_inputs(name):
         assert not torch.equal(matrix[1 - group], whole[1 - group])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("setting", ["channel", "block", "asymmetric"])
 @pytest.mark.parametrize("name", ["linear", "conv", "grouped", "transposed"])
 def test_scales_of_few_bits_are_chosen_for_what_is_rounded_with_them(name, setting):

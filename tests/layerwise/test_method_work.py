@@ -45,6 +45,7 @@ def peak_bytes(function):
     return int(held.max()), result
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("method", [Gptq(), CoordinateDescent(), SeqMse(), BiasCorrection(), AdaRound(iterations=3)])
 def test_matrices_at_a_time_are_what_a_method_allocates(method, monkeypatch):

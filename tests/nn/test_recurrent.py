@@ -100,6 +100,7 @@ def test_packed_sequences_and_cells_refuse_states_of_other_samples(kind, stepwis
             cell(torch.randn(N, I), [each[0] for each in given], weights, biases)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("kind", "layers", "both", "batch_first", "bias", "projected"), CASES)
 def test_equals_torch_with_gradients(kind, layers, both, batch_first, bias, projected):
     net, twin, weights, biases = pair(

@@ -284,7 +284,7 @@ class Given(Held):
         return self.last(state), state
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "accumulates"),
@@ -312,6 +312,7 @@ def test_a_state_that_is_in_the_sum_of_its_next_value_has_16_bits(code, accumula
         assert bits["layer:out"] == 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_a_leaky_sum_over_many_calls_keeps_its_accuracy(config):

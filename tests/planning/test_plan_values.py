@@ -165,7 +165,7 @@ LOGARITHMS = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "qnn_htp", "onnxruntime"])
 @pytest.mark.parametrize("name", LOGARITHMS)
@@ -189,7 +189,7 @@ ROOTS = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "qnn_htp", "onnxruntime"])
 @pytest.mark.parametrize("name", ROOTS)

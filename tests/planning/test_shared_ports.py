@@ -38,6 +38,7 @@ def simulated(gated, whole_first):
     return sim
 
 
+@pytest.mark.sample(2)
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("whole_first", [False, True])

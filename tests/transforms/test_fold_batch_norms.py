@@ -80,7 +80,7 @@ def test_statistics_of_folded_layers_follow_later_scalings():
     torch.testing.assert_close(std, norm.weight.detach().abs() * factor)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):

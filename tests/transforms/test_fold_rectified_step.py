@@ -51,6 +51,7 @@ RECTIFIED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", RECTIFIED)
 def test_the_function_stays_with_scales_of_both_signs_and_a_sum_is_left(name):

@@ -107,6 +107,7 @@ def test_the_model_is_left_as_it_was():
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 1, 2])

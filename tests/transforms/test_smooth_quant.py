@@ -404,7 +404,7 @@ def test_weights_alone():
     assert all(group.after <= group.before for group in result.groups)
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):

@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_the_simulation_bit_for_bit(train, re
     assert same(outputs, other) is not train  # dropout
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("entry", ZOO.values(), ids=str)
 def test_every_model_cut_at_all_its_modules_before_it_is_calibrated(entry):

@@ -249,6 +249,7 @@ class Masked(nn.Module):
                 return (scores + padded.float() * -1e4).amax(-1)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["onnxruntime", "default", "qnn_htp"])
 @pytest.mark.parametrize("form", ["less, softmax", "added, divided, softmax", "filled, log_softmax",

@@ -90,6 +90,7 @@ def normed(change=""):
     return sim
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["linear.bias", "norm.weight", "norm.bias"])
 @pytest.mark.parametrize("written", ["simulation", "saved", pytest.param("exported", marks=pytest.mark.slow)])

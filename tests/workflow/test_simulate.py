@@ -70,6 +70,7 @@ def test_they_make_the_same_simulation(given):
 NAMED = {"input": {0: "rows", 1: "frames"}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_prepared", [True, False])
 @pytest.mark.parametrize(("shapes", "expected"), [("all", "all"), (None, None), (NAMED, NAMED)])
 def test_a_loaded_simulation_takes_the_sizes_that_the_saved_one_took(is_prepared, shapes, expected, tmp_path):

@@ -46,7 +46,7 @@ SEVERAL = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize("name", SEVERAL)

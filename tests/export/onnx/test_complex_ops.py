@@ -83,7 +83,7 @@ class Spectral(nn.Module):
         return torch.fft.irfft(spectrum, n=32)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("spelling", ["einsum", "matmul", "product"])
 def test_a_fourier_neural_operator(spelling, tmp_path):

@@ -80,7 +80,7 @@ class Several(nn.Module):
         return [function(x, k, x.shape[-1]) for function in self.functions]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", TABLES)
 def test_files_of_any_size_compute_what_torch_does(name, tmp_path):

@@ -54,7 +54,7 @@ CONVOLUTIONS = {f"{rank}d, {name}": (rank, settings) for rank in (1, 2, 3) for n
 }.items()}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_without_bias_are_integer(name, tmp_path):

@@ -95,6 +95,7 @@ class Several(nn.Module):
         ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("shapes", ["batch", None])
 def test_files_compute_what_torch_does(shapes, tmp_path):

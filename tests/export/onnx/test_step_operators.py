@@ -45,6 +45,7 @@ def assert_computed(sim, given, file, least_db=110):
         assert sqnr_db(found, ours.numpy()) > least_db
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_layers_become_the_operator_of_their_profile(tmp_path):
     sim = exported(nn.LSTM(I, H, 3), (X,), tmp_path / "out", layers(("lstm.l0", "float"), ("lstm.l2", "int16_state")))

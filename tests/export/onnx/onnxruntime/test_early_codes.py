@@ -62,6 +62,7 @@ def exported(model, x, directory, **settings):
     return sim, directory / "model.onnx"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize(("model", "shape", "counts"), [
     (Causal, (2, 4, 16), {"QLinearConv": 2, "QGemm": 1, "Conv": 0}),

@@ -54,7 +54,7 @@ def run(folder, x):
     return results
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", PARTS)
 def test_small_parts_in_another_float_type_run_and_round_as_in_the_simulation(name, tmp_path):
