@@ -221,7 +221,7 @@ def test_copies_serve_all_kinds(all_kinds, copied):
     assert not equal(twin(**KINDS["labels"]), all_kinds.model(**KINDS["labels"]))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_save_and_load(with_labels, tmp_path):
     variants = [KINDS["labels"], KINDS["mask"]]
     prepared = qtk.prepare_model(model(), PLAIN, variants=variants)

@@ -30,7 +30,7 @@ def rescaled(error):
     return 10 ** (-error / 10)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_is_kept_only_if_the_error_on_held_out_data_falls():
     sim, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, progress=False)
     best = float("inf")

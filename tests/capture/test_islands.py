@@ -458,7 +458,7 @@ class Steps(nn.Module):
         return self.head(self.child(x[:, :count]))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_module_called_with_one_step_takes_several_later():
     model, x = Steps().eval(), torch.randn(2, 6, 8)
     prepared = qtk.prepare_model(model, x)

@@ -171,6 +171,7 @@ def test_a_recurrence_is_one_op_that_serves_any_length(kind):
     assert torch.equal(copy.deepcopy(graph)(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["turned", "heads"])
 def test_a_loop_over_heads_or_of_a_number_of_turns_is_not_kept(kind):

@@ -369,7 +369,7 @@ def test_graphs_that_differ_in_sizes_are_chosen_in_compiled_code():
         compiled(torch.randn(2, 5, 4))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_where_a_limit_decides_between_graphs_one_is_chosen_outside_of_compiled_code():
     main = prepare_model(Few().eval(), torch.randn(6, 5, 8), variants=[(torch.randn(2, 1, 8),)], dynamic_shapes="all")
     several, one = torch.randn(4, 6, 8), torch.randn(3, 1, 8)

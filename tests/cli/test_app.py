@@ -224,7 +224,7 @@ def number(cell):
     return float(cell[:-2]) / 100 if cell.endswith(" %") else float(cell.replace(",", ""))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_page_shows_what_a_run_gives(models):
     runs = {(model, setting): record for model, settings in models.items() for setting, record in settings.items()}
     assert {model for model, _ in shown_figures()} == set(FLOORS)

@@ -107,7 +107,7 @@ def results(tmp_path_factory):
     return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_all_ranks_have_the_sums_of_all_data(results):
     expected = moments_of([0, 2])
     for result in results:

@@ -113,7 +113,7 @@ BEFORE_SITES_ARE_LISTED = (
     Pass("carry_codes", "a Scan takes and returns floats, and its products compute in float", "1.31",
          _of_graph(carry_codes), _any_of("Scan")),
     Pass("quantize_before_movement", "products in front of movement and Relu compute in float", "1.32",
-         _of_graph(quantize_before_movement), _any_of(*MOVERS)),
+         _of_graph(quantize_before_movement), _any_of(*MOVERS), is_for=lambda purpose: purpose.onnxruntime),
     Pass("move_codes", "products behind Gather, Split, Expand, Pad and Concat compute in float", "1.31",
          _of_graph(move_codes), _any_of(*NOT_CARRIED, "Shape"), after=("carry_codes",)),
     Pass("pool_codes", "ReduceMean has no integer kernel", "1.31", _of_graph(pool_codes), _any_of("ReduceMean")),

@@ -69,7 +69,7 @@ def exported(model, x, directory, **settings):
     (Enlarging, (2, 4, 6, 6), {"QLinearConv": 2, "DepthToSpace": 1, "Conv": 0}),
     (Turned, (2, 4, 8), {"QLinearConv": 1, "Conv": 0}),
 ])
-@pytest.mark.parametrize("settings", [{}, {"opset": 19}, {"config": "default"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"opset": 21}, {"config": "onnxruntime_vnni"}], ids=str)
 def test_products_are_computed_in_integers(model, shape, counts, settings, tmp_path):
     """In integers, and with the numbers of the simulation."""
     sim, path = exported(model(), x := torch.randn(shape), tmp_path / "out", **settings)
