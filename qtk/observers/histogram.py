@@ -30,22 +30,23 @@ MOST_AHEAD = 1 << (DIGITS - 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CountedAhead:
-    """What one pass finds in a tensor: its extremes, and the counts on a grid that reaches below the range so far.
+    """What one pass finds in a tensor: its extremes, and the counts on a grid, from ``below`` bins before it on.
 
-    Shape: ``counts`` int64 [1, bins]; ``extremes``, ``first`` and ``exponent`` [1].
+    Shape: ``counts`` int64 [1, bins]; ``extremes``, and the grid's ``first`` bin and ``exponent``, [1].
     """
 
     counts: Tensor
     extremes: tuple[Tensor, Tensor]
     first: Tensor
     exponent: Tensor
+    below: int
 
     def on(self, first: Tensor, exponent: Tensor, bins: int) -> Tensor | None:
-        """The counts on a grid of ``bins`` bins, ``None`` if they do not tell. Shape: [1, bins]."""
-        offset = int(first - self.first)
-        if not torch.equal(exponent, self.exponent) or not 0 <= offset <= self.counts.shape[1] - bins:
+        """The counts on another grid of ``bins`` bins, ``None`` if they do not tell. Shape: [1, bins]."""
+        if exponent is not self.exponent and not torch.equal(exponent, self.exponent):
             return None
-        return self.counts[:, offset : offset + bins]
+        offset = self.below if first is self.first else self.below + int(first - self.first)
+        return self.counts.narrow(1, offset, bins) if 0 <= offset <= self.counts.shape[1] - bins else None
 
 
 class Histogram(Counted):
@@ -150,7 +151,7 @@ class Histogram(Counted):
         counts, low, high = histogram_and_min_max(
             x, first - self.bins, exponent, 3 * self.bins, self.granularity.block_size(x.ndim)
         )
-        return _CountedAhead(counts, (low, high), first - self.bins, exponent)
+        return _CountedAhead(counts, (low, high), first, exponent, self.bins)
 
     def merge(self, other: Histogram) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if granularity, bins or growth differ."""
