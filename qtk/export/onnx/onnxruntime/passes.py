@@ -19,7 +19,7 @@ from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.onnxruntime.concat_inputs import EDGES, read_as_produced, restore_edges
 from qtk.export.onnx.onnxruntime.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.onnxruntime.dynamic_lstms import LSTMS, restore_lstms, write_dynamic_lstms
-from qtk.export.onnx.onnxruntime.early_codes import MOVERS, quantize_before_movement
+from qtk.export.onnx.onnxruntime.early_codes import BOUNDING, MOVERS, quantize_products
 from qtk.export.onnx.onnxruntime.folded_weights import ELEMENTWISE as FLOAT_BETWEEN_FLOATS
 from qtk.export.onnx.onnxruntime.folded_weights import FLOAT_OPERATORS, LOOPS, dequantize_when_loaded
 from qtk.export.onnx.onnxruntime.fused_activations import fuse_activations
@@ -112,8 +112,8 @@ def _any_of(*operators: str) -> frozenset[object]:
 BEFORE_SITES_ARE_LISTED = (
     Pass("carry_codes", "a Scan takes and returns floats, and its products compute in float", "1.31",
          _of_graph(carry_codes), _any_of("Scan")),
-    Pass("quantize_before_movement", "products in front of movement and Relu compute in float", "1.32",
-         _of_graph(quantize_before_movement), _any_of(*MOVERS), is_for=lambda purpose: purpose.onnxruntime),
+    Pass("quantize_products", "products in front of movement or of bounds compute in float", "1.32",
+         _of_graph(quantize_products), _any_of(*MOVERS, *BOUNDING), is_for=lambda purpose: purpose.onnxruntime),
     Pass("move_codes", "products behind Gather, Split, Expand, Pad and Concat compute in float", "1.31",
          _of_graph(move_codes), _any_of(*NOT_CARRIED, "Shape"), after=("carry_codes",)),
     Pass("pool_codes", "ReduceMean has no integer kernel", "1.31", _of_graph(pool_codes), _any_of("ReduceMean")),
