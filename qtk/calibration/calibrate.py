@@ -205,7 +205,7 @@ def parameter_encodings(
     )
     for site, value in values:
         observer = calibrator(sites[site].scheme).observer(sites[site].spec.granularity, static=True)
-        observer.allows_mask = site in maskable
+        observer.allows_mask = observer.finds_mask = site in maskable
         with _named(site):
             observer.observe(value)
         waiting[site], elements = observer, elements + value.numel()

@@ -20,7 +20,7 @@ from qtk.capture.recover import recover
 from qtk.capture.train_mode.train_only import TrainOnly
 from qtk.core.needs import found_where
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
-from qtk.graph.sites import name_sites
+from qtk.graph.sites import is_float, name_sites
 from qtk.nn.scan import Scan
 from qtk.operators.contents import Trait, contents
 from qtk.operators.lookup import row_of
@@ -30,6 +30,9 @@ from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 Captured = TypeVar("Captured", bound=CapturedGraph)
 
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+CLAMPS = (torch.ops.aten.clamp.default, torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default)
+"""Ops on floats whose whole bounds torch's ONNX exporter writes in other operators than others, or not at all."""
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 """Ops that demand the strides seen at capture; modules put into the graph later may return others."""
@@ -86,6 +89,8 @@ def canonicalize(
             node.target = torch.ops.aten.reshape.default
         elif node.target is torch.ops.aten.copy.default:
             _replace_copy(node)
+        elif node.target in CLAMPS and is_float(node):
+            node.args = (node.args[0], *(float(end) if type(end) is int else end for end in node.args[1:]))
         elif _takes_all(node):  # x[:]
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)

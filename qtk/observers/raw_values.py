@@ -25,7 +25,7 @@ class RawValues(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        batch = extremes(x, self.granularity, allows_mask=self.allows_mask)
+        batch = extremes(x, self.granularity, allows_mask=self.allows_mask, finds_mask=self.finds_mask)
         if batch is None:
             return
         if self._seen and self._shape != tuple(batch.low.shape):

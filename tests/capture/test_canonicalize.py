@@ -144,3 +144,16 @@ def test_products_with_a_transposed_parameter_are_linear():
     assert seen == ["aten.linear.default"] * 5 + ["aten.matmul.default"] * 3 + ["aten.addmm.default"] * 2 + [
         "aten.matmul.default"] * 4 + ["aten.addmm.default"]
     assert all(torch.equal(own, other) for own, other in zip(prepared(x), model(x), strict=True))
+
+
+@pytest.mark.parametrize("ends", [(0, 0.7), (-0.5, 1), (0, 1), (None, 1), (0, None)])
+def test_bounds_of_floats_are_floats(ends):
+    class Clamps(nn.Module):
+        def forward(self, x):
+            return x.clamp(*ends)
+
+    x = torch.randn(3, 4)
+    prepared = canonical(Clamps(), x)
+    (node,) = [node for node in prepared.graph.nodes if "clamp" in str(node.target)]
+    assert not any(type(end) is int for end in node.args[1:])
+    assert torch.equal(prepared(x), x.clamp(*ends))

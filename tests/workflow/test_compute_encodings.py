@@ -232,6 +232,9 @@ class Masked(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.q, self.k, self.form = nn.Linear(16, 16), nn.Linear(16, 16), form
+        self.bias = nn.Parameter(2 * torch.randn(8, 8))
+        self.register_buffer("causal", torch.full((8, 8), -1e4).triu(1))
+        self.register_buffer("causal_bias", self.causal - torch.arange(8.0))
 
     def forward(self, x, mask):
         scores, padded = self.q(x) @ self.k(x).mT, ~mask[:, None, :]
@@ -247,13 +250,20 @@ class Masked(nn.Module):
                 return scores - scores.logsumexp(-1, keepdim=True)
             case "added, maximum":
                 return (scores + padded.float() * -1e4).amax(-1)
+            case "added, returned, joined":
+                return torch.cat([scores + padded.float() * -1e4, scores])
+            case "a bias with a mask, softmax":
+                return (scores + (self.bias + self.causal)).softmax(-1)
+            case "a buffer with a mask, softmax":
+                return (scores + self.causal_bias).softmax(-1)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["onnxruntime", "default", "qnn_htp"])
-@pytest.mark.parametrize("form", ["less, softmax", "added, divided, softmax", "filled, log_softmax",
-                                  "filled, logsumexp", "added, maximum"])
+@pytest.mark.parametrize("form", [
+    "less, softmax", "added, divided, softmax", "filled, log_softmax", "filled, logsumexp", "added, maximum",
+    "added, returned, joined", "a bias with a mask, softmax", "a buffer with a mask, softmax"])
 def test_finite_masks_leave_the_scores_their_codes(form, target):
     torch.manual_seed(0)
     net = Masked(form).eval()

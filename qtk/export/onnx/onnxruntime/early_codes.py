@@ -3,8 +3,8 @@
 It computes a Conv, Gemm or Add in integers if QuantizeLinear reads the result, or a Relu or Clip of it whose bounds
 are the bounds of the codes (seen in 1.32). The cases that it leaves in float:
 
-1. A Slice is between, as in causal convolutions, or DepthToSpace, as where images are enlarged, and mostly a Transpose
-   too. QuantizeLinear goes in front of what moves the elements, which then moves codes.
+1. A Slice is between, as in causal convolutions, DepthToSpace or Resize, as where images are enlarged, a MaxPool in
+   front of a Relu, and mostly a Transpose too. QuantizeLinear goes in front of these; they move codes.
 2. Codes reach beyond the bounds of the activation function, as for a Hardtanh, whose 0 is a code. The function bounds
    the codes in place of the values: rounding keeps their order.
 
@@ -20,11 +20,11 @@ import onnx_ir as ir
 
 from qtk.export.onnx.names import ValueNames
 from qtk.export.onnx.node_writer import value_of
-from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED
+from qtk.export.onnx.onnxruntime.moved_codes import FOLLOWED, OF_ORDERED_CODES, takes_codes
 from qtk.export.onnx.onnxruntime.qdq_barrier import PRODUCTS
 
-MOVERS = frozenset({*FOLLOWED, "DepthToSpace", "SpaceToDepth", "Gather"} - {"MaxPool"})
-"""Operators whose results are elements of their first input."""
+MOVERS = frozenset({*FOLLOWED, *OF_ORDERED_CODES, "DepthToSpace", "SpaceToDepth", "Gather"})
+"""Operators whose results are elements of their first input, which rounding and bounds leave the same elements."""
 
 BOUNDING = ("Relu", "Clip")
 COMPUTED = (*PRODUCTS, "Add")
@@ -51,7 +51,7 @@ def _chain(quantize: ir.Node) -> list[ir.Node]:
         node = value.producer()
         if node is not None and node.op_type in COMPUTED:
             return chain[::-1]
-        if node is None or node.op_type not in (*MOVERS, *BOUNDING):
+        if node is None or node.op_type not in (*MOVERS, *BOUNDING) or not takes_codes(node):
             break
         chain.append(node)
         value = node.inputs[0]

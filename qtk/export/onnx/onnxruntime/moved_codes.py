@@ -10,11 +10,12 @@ Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and 
    encoding, as both directions of a recurrent net.
 4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
 5. Shape, for which it would dequantize the tensor.
+6. Resize to the nearest element, Tile, GatherND, GatherElements and ReduceMax, in files for ONNX Runtime alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +37,9 @@ FOLLOWED = (*CARRIED, "Identity")
 
 NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Where", "Concat", "MaxPool")
 
+OF_ORDERED_CODES = ("MaxPool", "Resize", "Tile", "GatherND", "GatherElements", "ReduceMax")
+"""Operators whose results are elements of their first input, or the largest of some, where ``takes_codes`` says so."""
+
 POOLED = ir.DataType.UINT8
 """The type of the codes that MaxPool moves; int8 ones it takes, too, but a Conv whose codes it reads stays in float."""
 
@@ -43,13 +47,13 @@ CHOSEN = (ir.DataType.UINT8, ir.DataType.INT8)
 """The types of codes that Where chooses from; ONNX Runtime (1.32) has no kernel for codes of 16 bits."""
 
 
-def move_codes(graph: ir.Graph, names: ValueNames) -> None:
+def move_codes(graph: ir.Graph, names: ValueNames, operators: Collection[str] = NOT_CARRIED) -> None:
     """Lets the operators of these cases, and operators in front that move values, move codes. In place."""
     nodes = DequantizeNodes(names)
     for node in list(graph):
         if node.op_type == "Shape" and (dequantize := dequantize_of(node.inputs[0])) is not None:
             node.replace_input_with(0, codes_of(dequantize))
-        if node.op_type in NOT_CARRIED:
+        if node.op_type in operators and takes_codes(node):
             for mover in dict.fromkeys(mover for index in _data(node) for mover in _movers(node.inputs[index])):
                 _move(mover, nodes)
             data = node.inputs[_data(node)[0]]
@@ -59,9 +63,23 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
             _move(node, nodes)
 
 
+def takes_codes(node: ir.Node) -> bool:
+    """Says whether an operator computes with codes what it computes with values, by its attributes and results."""
+    if node.op_type == "Resize":
+        mode = node.attributes.get("mode")
+        return mode is None or mode.as_string() == "nearest"
+    return node.op_type != "MaxPool" or len(node.outputs) == 1
+
+
 def _data(node: ir.Node) -> Sequence[int]:
     """The inputs whose elements the operator moves."""
-    return range(len(node.inputs)) if node.op_type == "Concat" else [1] if node.op_type == "Where" else [0]
+    if node.op_type == "Where":
+        return [1] if _constant(node.inputs[1]) is None else [2]
+    return range(len(node.inputs)) if node.op_type == "Concat" else [0]
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if value is None else ir.convenience.get_const_tensor(value)
 
 
 def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
@@ -100,7 +118,7 @@ def _move(
         return
     if any(source is None or not are_alike(source, first) for source in sources.values()):
         return
-    if node.op_type == "MaxPool" and (len(node.outputs) > 1 or codes_of(first).dtype != POOLED):
+    if node.op_type in OF_ORDERED_CODES and codes_of(first).dtype != POOLED:
         return
     if node.op_type == "Where" and codes_of(first).dtype not in CHOSEN:
         return
@@ -118,12 +136,13 @@ def _fill_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
     mode = node.attributes.get("mode")
     if mode is not None and mode.as_string() != "constant":
         return True
-    fill = node.inputs[2] if len(node.inputs) > 2 else None
+    index = 1 if [*_data(node)] == [2] else 2
+    fill = node.inputs[index] if len(node.inputs) > index else None
     if fill is not None:
-        constant = ir.convenience.get_const_tensor(fill)
+        constant = _constant(fill)
         if constant is None or np.any(constant.numpy()):
             return False
-        node.replace_input_with(2, dequantize.inputs[2])
+        node.replace_input_with(index, dequantize.inputs[2])
         return True
     node.resize_inputs(max(3, len(node.inputs)))
     node.replace_input_with(2, dequantize.inputs[2])

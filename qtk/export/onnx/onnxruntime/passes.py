@@ -26,7 +26,7 @@ from qtk.export.onnx.onnxruntime.fused_activations import fuse_activations
 from qtk.export.onnx.onnxruntime.hard_sigmoids import add_hard_sigmoids
 from qtk.export.onnx.onnxruntime.int8_movement import quantize_around_movement
 from qtk.export.onnx.onnxruntime.linear_nodes import fuse_linear_layers
-from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, move_codes
+from qtk.export.onnx.onnxruntime.moved_codes import CARRIED, NOT_CARRIED, OF_ORDERED_CODES, move_codes
 from qtk.export.onnx.onnxruntime.padded_channels import pad_channels
 from qtk.export.onnx.onnxruntime.pooled_codes import pool_codes
 from qtk.export.onnx.onnxruntime.qdq_barrier import PRODUCTS as WITH_WEIGHTS
@@ -116,6 +116,9 @@ BEFORE_SITES_ARE_LISTED = (
          _of_graph(quantize_products), _any_of(*MOVERS, *BOUNDING), is_for=lambda purpose: purpose.onnxruntime),
     Pass("move_codes", "products behind Gather, Split, Expand, Pad and Concat compute in float", "1.31",
          _of_graph(move_codes), _any_of(*NOT_CARRIED, "Shape"), after=("carry_codes",)),
+    Pass("move_resized_codes", "products behind Resize, Tile, GatherND, GatherElements and ReduceMax compute in float",
+         "1.32", lambda model, names, opset: move_codes(model.graph, names, OF_ORDERED_CODES),
+         _any_of(*OF_ORDERED_CODES), after=("move_codes",), is_for=lambda purpose: purpose.onnxruntime),
     Pass("pool_codes", "ReduceMean has no integer kernel", "1.31", _of_graph(pool_codes), _any_of("ReduceMean")),
     Pass("add_hard_sigmoids", "HardSigmoid has no integer kernel", "1.31", _of_graph(add_hard_sigmoids),
          _any_of("HardSigmoid")),

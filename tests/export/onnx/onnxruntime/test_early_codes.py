@@ -67,6 +67,20 @@ class Bounded(nn.Module):
         return self.head(second.mean((2, 3))).clamp(max=0.1)
 
 
+class Pooled(nn.Module):
+    """A MaxPool in front of its Relu, an image enlarged by repetition, its largest values, and whole bounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = functional.max_pool2d(self.first(x), 3, 2, 1).relu()
+        x = functional.interpolate(self.second(x).clamp(0, 0.7), scale_factor=2)
+        return self.head(self.third(x).amax((2, 3)).relu())
+
+
 def exported(model, x, directory, **settings):
     torch.manual_seed(0)
     sim = qtk.QuantSim(model.eval(), x, config=settings.pop("config", "onnxruntime"))
@@ -82,6 +96,7 @@ def exported(model, x, directory, **settings):
     (Enlarging, (2, 4, 6, 6), {"QLinearConv": 2, "DepthToSpace": 1, "Conv": 0}),
     (Turned, (2, 4, 8), {"QLinearConv": 1, "Conv": 0}),
     (Bounded, (2, 4, 8, 8), {"QLinearConv": 2, "QLinearAdd": 1, "QGemm": 1, "Conv": 0, "FusedConv": 0}),
+    (Pooled, (2, 4, 8, 8), {"QLinearConv": 3, "QGemm": 1, "Conv": 0, "Resize": 1, "ReduceMax": 1}),
 ])
 @pytest.mark.parametrize("settings", [{}, {"opset": 21}, {"config": "onnxruntime_vnni"}], ids=str)
 def test_products_are_computed_in_integers(model, shape, counts, settings, tmp_path):

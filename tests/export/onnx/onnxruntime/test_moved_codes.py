@@ -1,4 +1,4 @@
-"""Products behind Gather, Split, Expand, Pad and Concat run in integers, with the values of the simulation."""
+"""Products behind operators that move codes run in integers, with the values of the simulation."""
 
 import onnx
 import pytest
@@ -37,6 +37,10 @@ MODELS = {
     "Concat": Moved(lambda y: torch.roll(y, 1, 1)),
     "Expand": Moved(lambda y: y[:, :1].expand(-1, 3, -1)),
     "class token": Moved(lambda y: y[:, 0]),
+    "Where": Moved(lambda y: y.masked_fill(torch.arange(5)[:, None] == 2, 0.0)),
+    "Resize": Moved(lambda y: nn.functional.interpolate(y.mT, scale_factor=2).mT),
+    "GatherND": Moved(lambda y: y[:, torch.tensor([1, 0, 4])]),
+    "ReduceMax": Moved(lambda y: y.amax(1)),
     "MaxPool": Moved(lambda y: nn.functional.max_pool2d(y, (2, 1))[:, 0]),
 }
 
@@ -61,6 +65,13 @@ def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     exported(MODELS[name], torch.randn(2, 5, 8), tmp_path / "out")
     kinds = optimized_kinds(tmp_path / "out")
     assert kinds.keys() & {"Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits"}
+
+
+@pytest.mark.slow
+def test_behind_a_resize_it_is_float_without_the_other(tmp_path, monkeypatch):
+    leave_out(monkeypatch, "move_resized_codes")
+    exported(MODELS["Resize"], torch.randn(2, 5, 8), tmp_path / "out")
+    assert optimized_kinds(tmp_path / "out").keys() & {"Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits"}
 
 
 @pytest.mark.medium
