@@ -59,7 +59,7 @@ def _chain(quantize: ir.Node) -> list[ir.Node]:
 
 
 def _code_bounds(node: ir.Node, quantize: ir.Node) -> tuple[int, int] | None:
-    """The codes of the bounds of a Relu or Clip; ``None`` if they are those of the type, or not known."""
+    """The codes of the bounds of a Relu or Clip; ``None`` if they are 0 and 255, or not known."""
     given, read = _numbers(quantize.inputs[1:]), _numbers(node.inputs[1:])
     if given is None or read is None:
         return None
