@@ -5,8 +5,8 @@ are the bounds of the codes (seen in 1.32). The cases that it leaves in float:
 
 1. A Slice is between, as in causal convolutions, DepthToSpace or Resize, as where images are enlarged, a MaxPool in
    front of a Relu, and mostly a Transpose too. QuantizeLinear goes in front of these; they move codes.
-2. Codes reach beyond the bounds of the activation function, as for a Hardtanh, whose 0 is a code. The function bounds
-   the codes in place of the values: rounding keeps their order.
+2. Codes reach beyond the bounds of the activation function, as for a Hardtanh, whose 0 is a code, or where there are
+   fewer than 256. The function bounds the codes in place of the values: rounding keeps their order.
 
 int8 codes stay where they are: ONNX Runtime makes them uint8 on x86, where DequantizeLinear reads them.
 """
@@ -102,8 +102,11 @@ def _reorder(
 
 def _bounded(graph: ir.Graph, node: ir.Node, bounds: tuple[int, int], codes: ir.Value, names: ValueNames) -> ir.Node:
     """Clip of codes in place of a node, still without the codes that it reads."""
-    ends = []
-    for bound in bounds:
+    ends: list[ir.Value | None] = []
+    for bound, limit in zip(bounds, (0, 255), strict=True):
+        if bound == limit:
+            ends.append(None)
+            continue
         name = names.free(f"{node.name}/bound")
         tensor = ir.tensor(np.array(bound, np.uint8), name=name)
         end = ir.Value(name=None, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)

@@ -114,6 +114,19 @@ def test_products_are_computed_in_integers(model, shape, counts, settings, tmp_p
 
 
 @pytest.mark.medium
+def test_convolutions_write_activations_of_few_bits(tmp_path):
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    config = {"version": 1, "extends": "onnxruntime", "defaults": {"activation": {"bits": 4}}}
+    sim, path = exported(model, x := torch.randn(2, 4, 8, 8), tmp_path / "out", config=config)
+    found = kinds(path)
+    assert (found["QLinearConv"], found["Conv"], found["FusedConv"]) == (2, 0, 0)
+    with torch.no_grad():
+        expected = sim.model(x)
+    for optimized in (False, True):
+        torch.testing.assert_close(torch.from_numpy(run_onnx(path, x, optimized=optimized)[0]), expected)
+
+
+@pytest.mark.medium
 def test_without_the_rewrite_they_are_not(tmp_path, monkeypatch):
     leave_out(monkeypatch, "quantize_products")
     _, path = exported(Causal(), torch.randn(2, 4, 16), tmp_path / "out")
