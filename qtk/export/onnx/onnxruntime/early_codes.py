@@ -32,12 +32,14 @@ COMPUTED = (*PRODUCTS, "Add")
 
 def quantize_products(graph: ir.Graph, names: ValueNames) -> None:
     """Moves QuantizeLinear in front of movement, and of functions that bound its codes. In place."""
-    chains = {quantize: _chain(quantize) for quantize in graph if quantize.op_type == "QuantizeLinear"}
-    for quantize, chain in chains.items():
+    is_reordered = False
+    for quantize in [node for node in graph if node.op_type == "QuantizeLinear"]:
+        chain = _chain(quantize)
         bounds = {node: _code_bounds(node, quantize) for node in chain if node.op_type in BOUNDING}
         if any(bounds.values()) or len(bounds) < len(chain):
             _reorder(graph, chain, quantize, bounds, names)
-    if any(chains.values()):
+            is_reordered = True
+    if is_reordered:
         graph.sort()
 
 
