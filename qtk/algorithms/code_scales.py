@@ -40,7 +40,6 @@ def code_scales(
     tensor([1.0800])
     """
     gram, found = error.gram[:, 0], scales.to(codes.dtype, copy=True)
-    space = torch.empty_like(half_gradient) if product is None else None
     for begin in range(0, codes.shape[2], block):
         columns = slice(begin, begin + block)
         index, code = scale_index[..., begin].flatten(), codes[..., columns]
@@ -48,13 +47,17 @@ def code_scales(
             term = half_gradient if error.linear is None else half_gradient - error.linear[:, 0]
             moving = (product - term) / found[scale_index[..., :1]]
         else:
-            moving = torch.bmm(code, gram[:, columns], out=space)
+            moving = code @ gram[:, columns, columns]
         gain, curvature = (
             torch.zeros_like(found).index_add_(0, index, (code * factor).sum(-1).flatten())
-            for factor in (half_gradient[..., columns], moving[..., columns])
+            for factor in (half_gradient[..., columns], moving)
         )
         moved = (found + torch.where(curvature > 0, gain / curvature, 0.0)).to(scales.dtype).to(found.dtype)
         moved = torch.where((moved > 0) & moved.isfinite() & (curvature > 0), moved, found)
-        half_gradient.addcmul_(moving, (moved - found)[index].reshape(*code.shape[:2], 1), value=-1)
+        by = (moved - found)[index].reshape(*code.shape[:2], 1)
+        if block == codes.shape[2]:
+            half_gradient.addcmul_(moving, by, value=-1)
+        else:
+            half_gradient.baddbmm_(code * by, gram[:, columns], alpha=-1)
         found = moved
     return found.to(scales.dtype)

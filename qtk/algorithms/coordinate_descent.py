@@ -90,9 +90,8 @@ class Descent:
         before, former = self._errors(), [values.clone() for values in states]
         grid.descend_(self.rounded, self.change, self.half_gradient, gram, step)
         is_lower = self._errors() < before
-        if not bool(is_lower.all()):
-            for values, kept in zip(states, former, strict=True):
-                values.copy_(torch.where(is_lower[..., None], values, kept))
+        for values, kept in zip(states, former, strict=True):
+            values[~is_lower] = kept[~is_lower]
         return is_lower
 
     def of_outputs(self, outputs: Tensor) -> Descent:
@@ -104,6 +103,5 @@ class Descent:
 
     def _errors(self) -> Tensor:
         """Of each output, without its constant. Shape: [groups, outputs]."""
-        linear = self.error.linear
-        summand = self.half_gradient if linear is None else self.half_gradient + linear[:, 0]
-        return (summand * self.change).sum(-1)
+        terms = [self.half_gradient] if self.error.linear is None else [self.half_gradient, self.error.linear[:, 0]]
+        return torch.stack([torch.einsum("goc,goc->go", term, self.change) for term in terms]).sum(0)

@@ -14,6 +14,7 @@ from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
+from qtk.graph.unrounded import read_moved_unrounded, reads_unrounded, remove_copies
 from qtk.operators.lookup import row_of
 from qtk.operators.op_table import CHANNEL_SCALE
 from qtk.operators.targets import MODULE_STACK, called_module
@@ -34,7 +35,8 @@ def insert(
 ) -> dict[Site, Quantizer]:
     """Adds one quantizer for every leader of ``plan``, called at the leader and at every follower.
 
-    A channel scale keeps reading the value in front of its quantizer: it is rounded once, after the multiplication.
+    A channel scale keeps reading the value in front of its quantizer: it is rounded once, after the multiplication. Of
+    model inputs so do comparisons and the like (``qtk.graph.unrounded``).
 
     Args:
         model: a prepared model; changed.
@@ -96,6 +98,7 @@ def remove(model: nn.Module) -> None:
             assert isinstance(value, fx.Node)
             node.replace_all_uses_with(value)
             module.graph.erase_node(node)
+        remove_copies(module.graph)
         module.recompile()
     for module in graphs(model).values():  # after all: graphs of one module have one set of quantizers
         if hasattr(module, QUANTIZERS):
@@ -135,9 +138,12 @@ def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
 def _after(value: fx.Node, target: str, site: Site) -> None:
     with value.graph.inserting_after(value):
         call = _call(target, value, site)
-    value.replace_all_uses_with(
-        call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
-    )
+    is_input = value.op == "placeholder"
+    stay = {user for user in value.users
+            if user is call or row_of(user) is CHANNEL_SCALE or (is_input and reads_unrounded(user))}
+    value.replace_all_uses_with(call, delete_user_cb=lambda user: user not in stay)
+    if is_input:
+        read_moved_unrounded(call)
 
 
 def _on_edge(port: Port, target: str, site: Site) -> None:

@@ -251,8 +251,9 @@ def _pow(form: NormalForm, arguments: Arguments) -> Value | None:
 
 
 def _clamp(form: NormalForm, arguments: Arguments) -> Value:
-    return form.emit(ATEN.clamp, arguments["self"], arguments.get("min", arguments.get("min_val")),
-                     arguments.get("max", arguments.get("max_val")))
+    bounds = arguments.get("min", arguments.get("min_val")), arguments.get("max", arguments.get("max_val"))
+    return form.emit(ATEN.clamp, arguments["self"],
+                     *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
 
 
 def _maximum(form: NormalForm, arguments: Arguments) -> Value | None:
@@ -350,7 +351,7 @@ RULES: dict[str, Rule] = {
     "sqrt": lambda form, arguments: form.emit(ATEN.sqrt, arguments["self"]),
     "rsqrt": lambda form, arguments: form.emit(ATEN.rsqrt, arguments["self"]),
     "reciprocal": lambda form, arguments: form.reciprocal(arguments["self"]),
-    "relu6": lambda form, arguments: form.emit(ATEN.clamp, arguments["self"], 0, 6),
+    "relu6": lambda form, arguments: form.emit(ATEN.clamp, arguments["self"], 0.0, 6.0),
     "softplus": _softplus,
     "std": _std,
     "linalg_norm": _linalg_norm,

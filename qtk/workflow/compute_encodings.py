@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.calibration.marked_inputs import readers_without_markers
 from qtk.calibration.site_samples import SiteSamples
 from qtk.calibration.uneven_merges import uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
@@ -53,8 +54,9 @@ def compute_encodings(
     Under ``torchrun`` every rank passes its share of the data, and all get the same encodings.
 
     Where all are computed, from data that can be run again, merges whose operands differ too much in range get rules
-    of their own (``uneven_values``), in front of all rules, and what these change is calibrated again. Layers of
-    recurrent nets whose input 8 bits do not hold are computed in float (``unheld_steps``).
+    of their own (``uneven_values``), in front of all rules, and what these change is calibrated again; so do inputs
+    whose range is taken by markers that the model replaces, such as −9999 (``marked_inputs``). Layers of recurrent nets
+    whose input 8 bits do not hold are computed in float (``unheld_steps``).
 
     Args:
         sim: a ``QuantSim``; its simulation changes.
@@ -122,13 +124,28 @@ def _rules_apart(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
     return rules
 
 
+def _rules_of_marked(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
+    """The rules for inputs whose markers the model replaces: more bits or float, and codes of what reads the others."""
+    precise, marked = precise_in(simulation.target), samples.marked_inputs(simulation)
+    steps = {site.name: (step, simulation.plan[site].spec.dtype.bits) for site, step in marked.items()}
+    rules = []
+    for name, readers in readers_without_markers(simulation, steps).items():
+        step, bits = steps[name]
+        width = step.precise(bits, precise)
+        output = width if width == "float" else TensorSetting(bits=width)
+        rules.append(Rule(match=Match(path=(name.partition(":")[0],)), output=output, optional=True))
+        if width == "float":
+            rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in readers]
+    return rules
+
+
 @dataclass(frozen=True, slots=True)
 class RulesOfData:
     """Rules that follow from the values of a calibration.
 
     Args:
         rules: (samples, simulation) → the rules.
-        needs: what the graphs of a model hold that gets any.
+        needs: what the graphs of a model hold that gets any; empty: every model may.
     """
 
     rules: Callable[[SiteSamples, Simulation], list[Rule]]
@@ -137,6 +154,7 @@ class RulesOfData:
 
 RULES_OF_DATA = (
     RulesOfData(_rules_apart, frozenset({Role.MERGE})), RulesOfData(unheld_steps, frozenset({"recurrent"})),
+    RulesOfData(_rules_of_marked, frozenset()),
 )
 
 
