@@ -180,7 +180,7 @@ NAN = torch.full((16, WIDTH), torch.nan)
         (CalibrationError, "no batches", [], {}),
         (CalibrationError, "num_batches must be at least 1", None, {"num_batches": 0}),
         (CalibrationError, "data must be an iterable", 7, {}),
-        (CalibrationError, "does not run as", [(torch.randn(16, WIDTH), 0)], {}),
+        (CalibrationError, "does not run as", [{"other": torch.randn(16, WIDTH)}], {}),
     ],
 )
 def test_bad_input_changes_nothing(error, message, data, settings):
