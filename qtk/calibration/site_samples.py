@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
-from qtk.calibration.marked_inputs import marked_inputs
+from qtk.calibration.marked_inputs import MarkedInput, marked_inputs
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
 from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, LargeStep, Loss, UnheldSite, judged
@@ -106,7 +106,8 @@ class SiteSamples:
         contents = contents_of(simulation.model)
         large: dict[Site, LargeStep] = found_where(
             {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
-        large |= coarse_inputs(simulation) | _marked(samples, simulation)
+        large |= coarse_inputs(simulation)
+        large |= {marked.site: marked.step for marked in marked_inputs(_by_site(samples), simulation)}
         found = [
             judged(site, simulation, values, encoding, precise, large.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, large)
@@ -116,9 +117,9 @@ class SiteSamples:
             found += self._unheld_members(simulation, precise, names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
-    def marked_inputs(self, simulation: Simulation) -> dict[Site, LargeStep]:
+    def marked_inputs(self, simulation: Simulation) -> list[MarkedInput]:
         """The inputs whose range is taken by markers, see ``qtk.calibration.marked_inputs``."""
-        return _marked(self._by_spec(simulation, "input"), simulation)
+        return marked_inputs(_by_site(self._by_spec(simulation)), simulation)
 
     def _unheld_members(
         self, simulation: Simulation, precise: Literal[16, "float"], named: Collection[str]
@@ -155,17 +156,12 @@ class SiteSamples:
         kept = self._values.get(site)
         return float(torch.cat(kept).abs().nan_to_num(posinf=0.0).amax()) if kept else 0.0
 
-    def _by_spec(
-        self, simulation: Simulation, port: str | None = None
-    ) -> dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]]:
-        """The sites, of one kind of ``port``, whose range is known and of one tensor, with finite values of theirs.
-
-        On the CPU.
-        """
+    def _by_spec(self, simulation: Simulation) -> dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]]:
+        """The sites whose range is known and of one tensor, with finite values of theirs, on the CPU."""
         plan, quantizers = simulation.plan, simulation.quantizers
         sites = [
             site for site in self._values
-            if site in plan and port in (None, site.port) and isinstance(plan[site].spec.granularity, PerTensor)
+            if site in plan and isinstance(plan[site].spec.granularity, PerTensor)
             and not isinstance(plan[site].spec.dtype, FloatDtype)
         ]
         ranges = [quantizers[site].range() for site in sites]
@@ -205,11 +201,10 @@ class _Sampled:
             self._observer.observe(x)
 
 
-def _marked(
-    samples: Mapping[QuantSpec, Sequence[tuple[Site, Tensor, Encoding]]], simulation: Simulation
-) -> dict[Site, LargeStep]:
-    return marked_inputs([each for of_spec in samples.values() for each in of_spec if each[0].port == "input"],
-                         simulation)
+def _by_site(
+    samples: Mapping[QuantSpec, Sequence[tuple[Site, Tensor, Encoding]]]
+) -> dict[Site, tuple[Tensor, Encoding]]:
+    return {site: (values, encoding) for of_spec in samples.values() for site, values, encoding in of_spec}
 
 
 def _in_question(

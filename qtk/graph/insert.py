@@ -14,7 +14,7 @@ from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
-from qtk.graph.unrounded import read_moved_unrounded, reads_unrounded, remove_copies
+from qtk.graph.unrounded import read_unrounded, remove_copies
 from qtk.operators.lookup import row_of
 from qtk.operators.op_table import CHANNEL_SCALE
 from qtk.operators.targets import MODULE_STACK, called_module
@@ -138,12 +138,11 @@ def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
 def _after(value: fx.Node, target: str, site: Site) -> None:
     with value.graph.inserting_after(value):
         call = _call(target, value, site)
-    is_input = value.op == "placeholder"
-    stay = {user for user in value.users
-            if user is call or row_of(user) is CHANNEL_SCALE or (is_input and reads_unrounded(user))}
-    value.replace_all_uses_with(call, delete_user_cb=lambda user: user not in stay)
-    if is_input:
-        read_moved_unrounded(call)
+    value.replace_all_uses_with(
+        call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
+    )
+    if value.op == "placeholder":
+        read_unrounded(call)
 
 
 def _on_edge(port: Port, target: str, site: Site) -> None:

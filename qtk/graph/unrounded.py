@@ -1,64 +1,65 @@
 """Model inputs in front of their quantizers, for the ops that make no real numbers of them.
 
 A comparison with a marker, ``x == -1``, and an index, ``x[:, 0].long()``, need the number that was passed: a marker is
-no value of the quantizer's grid. Such ops read the input itself, through copies of the ops that move its elements where
-these are read as real numbers too.
+no value of the quantizer's grid. Such ops read the input itself, through copies of the ops that move or pick elements.
+What compares an input with values that are computed of it, and rounded, stays as it is.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from qtk.graph.sites import add_labels, is_float, label
 from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
+from qtk.operators.op_table import DROPOUT
 
 COPIED = "qtk_unrounded"
 """Label key of a copy: the name of the node it was made of."""
 
 
-def reads_unrounded(user: fx.Node) -> bool:
-    """Says whether an op of a model input makes no real number of it, or moves it for such ops alone."""
-    if not is_float(user):
-        return user.op != "output" and isinstance(user.meta.get("val"), Tensor)
-    return _moves(user) and bool(user.users) and all(map(reads_unrounded, user.users))
-
-
-def read_moved_unrounded(quantized: fx.Node) -> None:
-    """Lets ops that make no real numbers of a moved model input read it unrounded. Args: its quantizer's call."""
+def read_unrounded(quantized: fx.Node) -> None:
+    """Lets ops that make no real numbers of a model input read it unrounded. Args: its quantizer's call."""
     unrounded = {quantized: quantized.all_input_nodes[0]}
+    moved, rounded = {quantized}, {quantized}
 
     def of(node: fx.Node) -> fx.Node:
         if node not in unrounded:
-            read = next(each for each in node.all_input_nodes if each in moved)
-            source = of(read)
+            sources = {read: of(read) for read in node.all_input_nodes if read in moved}
             with node.graph.inserting_after(node):
-                copy = node.graph.node_copy(node, lambda each: source if each is read else each)
+                copy = node.graph.node_copy(node, lambda read: sources.get(read, read))
             add_labels(copy, **{COPIED: node.name})
             unrounded[node] = copy
         return unrounded[node]
 
-    moved = {quantized: None}
-    queue = [quantized]
-    for value in queue:
-        for user in list(value.users):
-            if reads_unrounded(user):
-                user.replace_input_with(value, of(value))
-            elif _moves(user) and is_float(user):
-                moved[user] = None
-                queue.append(user)
+    for node in list(quantized.graph.nodes):
+        reads = [read for read in node.all_input_nodes if read in rounded]
+        value = node.meta.get("val")
+        if node in unrounded.values() or not reads or isinstance(value, int | torch.SymInt):
+            continue  # sizes are the same
+        if moved.issuperset(reads):
+            if isinstance(value, Tensor) and not is_float(node):
+                for read in reads:
+                    node.replace_input_with(read, of(read))
+                continue
+            if _moves(node):
+                moved.add(node)
+        rounded.add(node)
 
 
 def remove_copies(graph: fx.Graph) -> None:
-    """Undoes ``read_moved_unrounded``, once the quantizers are removed."""
+    """Undoes ``read_unrounded``, once the quantizers are removed."""
     nodes = {node.name: node for node in graph.nodes}
     for node in reversed(list(graph.nodes)):
-        original = label(node, COPIED)
+        original = nodes.get(str(label(node, COPIED)))
         if original is not None:
-            node.replace_all_uses_with(nodes[original])
+            node.replace_all_uses_with(original)
             graph.erase_node(node)
 
 
 def _moves(node: fx.Node) -> bool:
     row = row_of(node)
-    return row is not None and row.role is Role.MOVEMENT
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return row is not None and row.role is Role.MOVEMENT and row is not DROPOUT and node.op == "call_function" and (
+        not is_random)

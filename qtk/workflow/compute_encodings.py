@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
-from qtk.calibration.marked_inputs import readers_without_markers
 from qtk.calibration.site_samples import SiteSamples
 from qtk.calibration.uneven_merges import uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
@@ -126,16 +125,15 @@ def _rules_apart(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
 
 def _rules_of_marked(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
     """The rules for inputs whose markers the model replaces: more bits or float, and codes of what reads the others."""
-    precise, marked = precise_in(simulation.target), samples.marked_inputs(simulation)
-    steps = {site.name: (step, simulation.plan[site].spec.dtype.bits) for site, step in marked.items()}
-    rules = []
-    for name, readers in readers_without_markers(simulation, steps).items():
-        step, bits = steps[name]
-        width = step.precise(bits, precise)
+    precise, rules = precise_in(simulation.target), list[Rule]()
+    for marked in samples.marked_inputs(simulation):
+        width = marked.step.precise(simulation.plan[marked.site].spec.dtype.bits, precise)
         output = width if width == "float" else TensorSetting(bits=width)
-        rules.append(Rule(match=Match(path=(name.partition(":")[0],)), output=output, optional=True))
+        path, *others = (site.name.partition(":")[0] for site in (marked.site, *marked.between))
+        matches = [Match(op=("input",), path=(path,)), *(Match(path=(other,)) for other in others)]
+        rules += [Rule(match=match, output=output, optional=True) for match in matches]
         if width == "float":
-            rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in readers]
+            rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in marked.readers]
     return rules
 
 

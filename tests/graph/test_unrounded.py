@@ -29,6 +29,10 @@ READS = {
         (moved := x.reshape(x.shape[0], 2, 4).transpose(1, 2)) == -1, model.linear(moved.reshape(x.shape[0], 8))),
     "index": lambda model, x: ((ids := (x[:, 0].abs() * 10).long()), model.linear(x) + model.table(ids)),
     "index of a column": lambda model, x: (x[:, 1].long(), model.linear(x) + model.table(x[:, 1].abs().long())),
+    "largest": lambda model, x: (x >= x.topk(3, 1).values[:, -1:], model.linear(x)),
+    "index of the largest": lambda model, x: (x.max(1).indices, model.linear(x)),
+    "one of several parts": lambda model, x: (
+        (parts := x.split([2, 6], 1))[0] == -1, model.linear(torch.cat([parts[1], parts[0]], 1))),
     "finite": lambda model, x: (x.isfinite() & x.ne(-1), model.linear(x.masked_fill(x < -0.7, 0.0))),
 }
 
@@ -56,6 +60,25 @@ def test_what_is_computed_of_an_input_first_is_rounded():
     sim, x = calibrated("index"), marked(9)
     quantizer = sim.quantizers["x:input"]
     torch.testing.assert_close(sim.model(x)[0], (quantizer(x)[:, 0].abs() * 10).long(), rtol=0, atol=0)
+
+
+def test_both_sides_of_a_comparison_are_rounded_or_neither():
+    sim, x = qtk.QuantSim(Marked(lambda model, x: (x >= x.sigmoid(), model.linear(x))).eval(), marked()), marked(9)
+    sim.compute_encodings([marked(seed) for seed in range(3)], progress=False)
+    rounded = sim.quantizers["x:input"](x)
+    expected = rounded >= sim.quantizers["sigmoid:out"](rounded.sigmoid())
+    torch.testing.assert_close(sim.model(x)[0], expected, rtol=0, atol=0)
+
+
+def test_dropout_of_an_input_is_drawn_once():
+    model = Marked(lambda model, x: ((y := nn.functional.dropout(x, 0.5, model.training)) == 0, model.linear(y)))
+    nn.init.eye_(model.linear.weight)
+    nn.init.zeros_(model.linear.bias)
+    sim = qtk.QuantSim(model.train(), marked())
+    sim.compute_encodings([marked()], progress=False)
+    is_zero, values = sim.model.train()(marked(9))
+    assert 0.3 < is_zero.float().mean() < 0.7
+    torch.testing.assert_close(is_zero, values == 0, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("read", READS)
