@@ -170,7 +170,8 @@ def check_residual(
         assert bool((residual[where] == name).all())
         rest &= ~where
     distance = (steps.double().round() - steps.double())[rest]
-    assert bool(((residual[rest] / 65530.0 - distance).abs() <= 0.5001 / 65530).all())  # product rounded to float32
+    off = (residual[rest] - 65530 * distance).abs()
+    assert bool((off <= 0.5 + 32765 * 2**-24).all())  # the product is rounded to float32, then to an integer
 
 
 def check_sums(own: Tensor, terms: Tensor, index: Tensor, slack: Tensor | None = None) -> None:
