@@ -2,8 +2,8 @@
 
 Every operator that runs is counted: of products, solves and factorizations the floating-point operations, of all
 others the bytes of their tensors. The floor is the operations at the rate of a product of square matrices plus the
-bytes at the rate of ``copy_``, both measured here, in multiples of the float forward's time. The first four columns
-are for a run without counting; *products* and *passes* are the time of the counted run in each kind.
+bytes at the rate of ``copy_``, both measured here, in multiples of the float forward's time. *× fp32* is the time of
+runs without counting; *products* and *passes* are that of the two kinds of operators in the counted run.
 
     OMP_NUM_THREADS=1 python benchmarks/calibration/floors.py --csv floors.csv
 """
@@ -22,10 +22,11 @@ from statistics import median
 
 import timm
 import torch
-from bench_layerwise import sim_of, workload
+from bench_layerwise import FLOAT, sim_of, workload
+from bench_schemes import forward
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,7 +35,6 @@ from turns import commit, write_csv
 
 import qtk
 
-FORWARD = "original fp32 forward"
 SCHEMES = ("min_max", "percentile", "mse", "tf_enhanced")
 METHODS = ("seq_mse", "gptq", "coordinate_descent")
 Action = Callable[[], object]
@@ -160,18 +160,12 @@ def of_layerwise(name: str) -> tuple[Action, dict[str, Callable[[], Action]]]:
     return lambda: forward(model, batches), {method: lambda method=method: begin(method) for method in METHODS}
 
 
-@torch.no_grad()
-def forward(model: nn.Module, batches: list[Tensor]) -> None:
-    for batch in batches:
-        model(batch)
-
-
 WORKLOADS = {"3 MLP blocks": of_layerwise, "vit_small_patch16_224": of_calibration, "resnet50": of_calibration}
 
 
 def measure(name: str, repeats: int) -> list[dict[str, object]]:
     base, actions = WORKLOADS[name](name)
-    begun = {FORWARD: lambda: base, **actions}
+    begun = {FLOAT: lambda: base, **actions}
     taken: dict[str, list[float]] = {action: [] for action in begun}
     base()
     for _ in range(repeats):
@@ -186,7 +180,7 @@ def measure(name: str, repeats: int) -> list[dict[str, object]]:
         with Counting() as counted[action]:
             run()
     products, copies = speed_of_products(), speed_of_copies()
-    of_forward, multiplied = median(taken[FORWARD]), counted[FORWARD].products.amount
+    of_forward, multiplied = median(taken[FLOAT]), counted[FLOAT].products.amount
     rows = []
     for action, count in counted.items():
         moved = count.moved

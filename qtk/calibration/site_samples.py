@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ from qtk.quantizers.quantizer import Quantizer
 CALLS = 4
 """First calls of a site of which values are kept; later ones if their number is a power of two."""
 
+_BySpec: TypeAlias = dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]]
+
+
 class SiteSamples:
     """Keeps some of the values that observers see, for every site that calls a quantizer.
 
@@ -65,6 +68,7 @@ class SiteSamples:
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
+        self._on_host: tuple[Simulation, _BySpec] | None = None
         steps: dict[str, list[Site]] = found_where({"recurrent"}, contents, lambda: dynamic_steps(simulation), {})
         self._steps = {site for sites in steps.values() for site in sites}
 
@@ -97,6 +101,7 @@ class SiteSamples:
         if self._members is not None:
             both._members = copy(self._members)
             both._members.values = {**self.members, **later.members}
+        both._on_host = None
         both._rounded = defaultdict(list, {**self._rounded, **later._rounded})
         return both
 
@@ -156,8 +161,13 @@ class SiteSamples:
         kept = self._values.get(site)
         return float(torch.cat(kept).abs().nan_to_num(posinf=0.0).amax()) if kept else 0.0
 
-    def _by_spec(self, simulation: Simulation) -> dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]]:
-        """The sites whose range is known and of one tensor, with finite values of theirs, on the CPU."""
+    def _by_spec(self, simulation: Simulation) -> _BySpec:
+        """The sites whose range is known and of one tensor, with finite values of theirs, on the CPU.
+
+        Waits for the device once for each simulation: it is asked when all encodings of one are known.
+        """
+        if self._on_host is not None and self._on_host[0] is simulation:
+            return self._on_host[1]
         plan, quantizers = simulation.plan, simulation.quantizers
         sites = [
             site for site in self._values
@@ -168,12 +178,13 @@ class SiteSamples:
         known = [tensor for each in ranges for tensor in each if tensor is not None]
         on_host = iter(moved([*(torch.cat(self._values[site]).float() for site in sites), *known], HOST))  # one wait
         values = [next(on_host) for _ in sites]
-        samples: dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]] = defaultdict(list)
+        samples: _BySpec = defaultdict(list)
         for site, kept, (scale, zero_point) in zip(sites, values, ranges, strict=True):
             tensors = (None if tensor is None else next(on_host) for tensor in (scale, zero_point))
             encoding = quantizers[site].encoding_of(*tensors)
             if encoding is not None:
                 samples[encoding.spec].append((site, kept[kept.isfinite()], encoding))
+        self._on_host = simulation, samples
         return samples
 
     def _keep(self, quantizer: Quantizer, x: Tensor) -> None:
@@ -201,9 +212,7 @@ class _Sampled:
             self._observer.observe(x)
 
 
-def _by_site(
-    samples: Mapping[QuantSpec, Sequence[tuple[Site, Tensor, Encoding]]]
-) -> dict[Site, tuple[Tensor, Encoding]]:
+def _by_site(samples: _BySpec) -> dict[Site, tuple[Tensor, Encoding]]:
     return {site: (values, encoding) for of_spec in samples.values() for site, values, encoding in of_spec}
 
 
