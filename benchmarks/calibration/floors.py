@@ -3,7 +3,7 @@
 Every operator that runs is counted: of products, solves and factorizations the floating-point operations, of all
 others the bytes of their tensors. The floor is the operations at the rate of a product of square matrices plus the
 bytes at the rate of ``copy_``, both measured here, in multiples of the float forward's time. *× fp32* is the time of
-runs without counting; *products* and *passes* are that of the two kinds of operators in the counted run.
+runs without counting; *products* and *passes* are the times of the two kinds of operators in the counted run.
 
     OMP_NUM_THREADS=1 python benchmarks/calibration/floors.py --csv floors.csv
 """
