@@ -28,9 +28,10 @@ MOST_MARKERS = 4
 """Different markers that are looked for in one input."""
 
 PRECISE_BITS = 16
+"""What a site gets on targets without float, if it holds the other values."""
 
 REPLACING = frozenset({"index_put"})
-"""Kinds of ops, beside those that make masks, that put another number where a condition holds."""
+"""Kinds of ops that put another number where a condition holds; ops that make masks do too."""
 
 
 @dataclass(frozen=True, slots=True)
