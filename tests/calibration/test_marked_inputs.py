@@ -104,6 +104,23 @@ def test_a_module_of_the_name_of_the_input_keeps_its_bits():
     assert (bits["fc:input"], bits["relu:out"]) == (16, 8)
 
 
+def test_a_marker_behind_a_concatenation_of_inputs():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(32, 8)
+
+        def forward(self, a, b):
+            return self.linear(torch.cat([a, b], 1).clamp(-6, 6))
+
+    sim = qtk.QuantSim(Joined().eval(), (rows(0), rows(0)), config="onnxruntime")
+    sim.compute_encodings([(rows(seed, MARKER), rows(seed + 20)) for seed in range(3)], progress=False)
+    encodings = sim.encodings()
+    assert {"a:input", "concat:out"}.isdisjoint(encodings)
+    assert encodings["b:input"].maximum.item() < 6
+
+
 def test_many_merges_of_one_value_take_no_time():
     def merged(x):
         x = torch.where(x < -999, torch.zeros_like(x), x)
