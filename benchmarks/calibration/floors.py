@@ -26,7 +26,7 @@ from bench_layerwise import FLOAT, sim_of, workload
 from bench_schemes import forward
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,6 +42,8 @@ Action = Callable[[], object]
 
 def operations(name: str, args: list[Tensor], result: Tensor) -> float | None:
     """Floating-point operations of a product, a solve or a factorization; None of other operators."""
+    if "convolution_backward" in name:
+        return 4.0 * args[0].numel() * prod(args[2].shape[1:])
     if "convolution" in name:
         return 2.0 * result.numel() * prod(args[1].shape[1:])
     if "addmm" in name or "baddbmm" in name:
@@ -146,7 +148,16 @@ def of_calibration(name: str) -> tuple[Action, dict[str, Callable[[], Action]]]:
     simulated = qtk.QuantSim(prepared, batches[0])
     simulated.compute_encodings(batches[:1], progress=False)
     actions["simulated forward"] = lambda: lambda: forward(simulated.model, batches)
+    actions["original training step"] = lambda: lambda: train(model, batches)
+    actions["simulated training step"] = lambda: lambda: train(simulated.model, batches)
     return lambda: forward(model, batches), actions
+
+
+def train(model: nn.Module, batches: list[Tensor]) -> None:
+    """Forward and backward of each batch."""
+    for batch in batches:
+        model.zero_grad()
+        model(batch).sum().backward()
 
 
 def of_layerwise(name: str) -> tuple[Action, dict[str, Callable[[], Action]]]:

@@ -90,8 +90,9 @@ class Descent:
         before, former = self._errors(), [values.clone() for values in states]
         grid.descend_(self.rounded, self.change, self.half_gradient, gram, step)
         is_lower = self._errors() < before
+        stays = ~is_lower
         for values, kept in zip(states, former, strict=True):
-            values[~is_lower] = kept[~is_lower]
+            values[stays] = kept[stays]
         return is_lower
 
     def of_outputs(self, outputs: Tensor) -> Descent:

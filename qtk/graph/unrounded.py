@@ -36,7 +36,7 @@ def read_unrounded(quantized: fx.Node) -> None:
     for node in list(quantized.graph.nodes):
         reads = [read for read in node.all_input_nodes if read in rounded]
         value = node.meta.get("val")
-        if node in unrounded.values() or not reads or isinstance(value, int | torch.SymInt):
+        if not reads or isinstance(value, int | torch.SymInt):
             continue  # sizes are the same
         if moved.issuperset(reads):
             if isinstance(value, Tensor) and not is_float(node):
