@@ -11,6 +11,7 @@ runs without counting; *products* and *passes* are the times of the two kinds of
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections import defaultdict
@@ -23,7 +24,7 @@ from statistics import median
 import timm
 import torch
 from bench_layerwise import FLOAT, sim_of, workload
-from bench_schemes import forward
+from bench_schemes import EXPORT, PREPARE, forward
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ from turns import commit, write_csv
 import qtk
 
 SCHEMES = ("min_max", "percentile", "mse", "tf_enhanced")
-METHODS = ("seq_mse", "gptq", "coordinate_descent")
+METHODS = ("seq_mse", "gptq", "coordinate_descent", "adaround")
+UNFOLDED = {"version": 1, "extends": "default", "fold_batch_norms": "at_export"}
 Action = Callable[[], object]
 
 
@@ -86,6 +88,8 @@ class Counting(TorchDispatchMode):
         given = [each for each in args if isinstance(each, Tensor)]
         made = [each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
         name = operator.overloadpacket.__name__
+        if not all(map(_holds_values, given + made)):
+            return result
         work = operations(name, given, made[0]) if made else None
         counted = self.products if work is not None else self.passes[name]
         counted.seconds += seconds
@@ -99,6 +103,11 @@ class Counting(TorchDispatchMode):
     def moved(self) -> Counted:
         every = self.passes.values()
         return Counted(sum(each.seconds for each in every), sum(each.amount for each in every))
+
+
+def _holds_values(tensor: Tensor) -> bool:
+    """Not so of the tensors that torch.export traces with."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _moved(tensor: Tensor) -> int:
@@ -150,6 +159,16 @@ def of_calibration(name: str) -> tuple[Action, dict[str, Callable[[], Action]]]:
     actions["simulated forward"] = lambda: lambda: forward(simulated.model, batches)
     actions["original training step"] = lambda: lambda: train(model, batches)
     actions["simulated training step"] = lambda: lambda: train(simulated.model, batches)
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        original = copy.deepcopy(model).train()
+        live = qtk.QuantSim(model, batches[0], config=UNFOLDED)
+        live.compute_encodings(batches[:1], progress=False)
+        live.model.train()
+        actions["original training step, train mode"] = lambda: lambda: train(original, batches)
+        actions["simulated training step, live batch norms"] = lambda: lambda: train(live.model, batches)
+    free = ({0: torch.export.Dim.AUTO},)
+    actions[EXPORT] = lambda: lambda: torch.export.export(model, (batches[0],), dynamic_shapes=free)
+    actions[PREPARE] = lambda: lambda: qtk.QuantSim(qtk.prepare_model(model, batches[0]), batches[0])
     return lambda: forward(model, batches), actions
 
 
@@ -158,6 +177,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> None:
     for batch in batches:
         model.zero_grad()
         model(batch).sum().backward()
+    model.zero_grad()
 
 
 def of_layerwise(name: str) -> tuple[Action, dict[str, Callable[[], Action]]]:
