@@ -27,6 +27,7 @@ from qtk.graph.captured_graph import BOUND_NODES, REVISION, CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.nn.attention import Attention
 from qtk.nn.tap import all_idle
+from qtk.operators.lookup import is_random
 from qtk.ops.fake_quantize import fake_quantize, with_range
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 from qtk.ops.fake_quantize_float import fake_quantize_float
@@ -150,8 +151,7 @@ class _Writer:
                     names[node] = self._member(graph, str(node.target))
                 case "call_function":
                     once = self._merges and isinstance(node.target, OpOverload) and (
-                        node.target.namespace in KNOWN_NAMESPACES
-                        and torch.Tag.nondeterministic_seeded not in node.target.tags)
+                        node.target.namespace in KNOWN_NAMESPACES and not is_random(node))
                     function = node.target if kwargs else _function_of(node.target)
                     names[node] = self._call(node, self._constant(function), args, kwargs, once=once)
                 case "call_module":

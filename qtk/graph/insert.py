@@ -60,6 +60,7 @@ def insert(
                 _after(values[site], target, site)
             else:
                 _on_edge(edges[site], target, site)
+        read_unrounded(node for node in quantizer_nodes(module) if node.all_input_nodes[0].op == "placeholder")
         module.recompile()
     return {site: quantizers[_leader(plan, site)] for site in plan}
 
@@ -141,8 +142,6 @@ def _after(value: fx.Node, target: str, site: Site) -> None:
     value.replace_all_uses_with(
         call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
     )
-    if value.op == "placeholder":
-        read_unrounded(call)
 
 
 def _on_edge(port: Port, target: str, site: Site) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from qtk.nn.attention import Attention
@@ -53,12 +54,27 @@ def row_of(node: fx.Node) -> OpRow | None:
     return ROWS.get(f"{name}.{schema.overload_name or 'default'}") or ROWS.get(name)
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """Says whether an op computes each element of its result from the elements there of its operands."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and (packet in UNTAGGED or any(
+        torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads()))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Says whether an op draws numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def is_product(function: object) -> bool:
     """Says whether an op, such as ``torch.ops.aten.linear.default``, is a matrix product or a convolution."""
     name = aten_name(function)
     row = None if name is None else ROWS.get(name)
     return row is not None and row.product is not None
 
+
+UNTAGGED = (torch.ops.aten.floor_divide, torch.ops.aten.__and__, torch.ops.aten.__or__)
+"""Element-wise operators that torch does not tag as such."""
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 

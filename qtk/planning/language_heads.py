@@ -17,13 +17,11 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import is_input
-from qtk.operators.lookup import row_of
+from qtk.operators.lookup import is_elementwise, row_of
 from qtk.operators.op_row import Role
 
 EMBEDDING = "embedding"
 ARANGE = torch.ops.aten.arange
-UNTAGGED = (torch.ops.aten.floor_divide, torch.ops.aten.__and__, torch.ops.aten.__or__)
-"""Element-wise operators that torch does not tag as such."""
 
 
 def vocabularies(of: Iterable[fx.Graph]) -> frozenset[int]:
@@ -82,9 +80,9 @@ def _is_given(ids: object) -> bool:
         role = None if row is None else row.role
         if role is Role.MOVEMENT:
             return bool(node.args) and given(node.args[0])
-        if role is Role.MERGE and not _is_elementwise(node):
+        if role is Role.MERGE and not is_elementwise(node):
             return any(given(each) for each in node.all_input_nodes if _is_integer(each))
-        if not _is_elementwise(node) or not _is_integer(node):
+        if not is_elementwise(node) or not _is_integer(node):
             return False
         shape = node.meta["val"].shape
         operands = [each for each in node.all_input_nodes
@@ -92,13 +90,6 @@ def _is_given(ids: object) -> bool:
         return bool(operands) and all(map(given, operands))
 
     return given(ids)
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    """Says whether an op computes each element of its result from the elements there of its operands."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet is not None and (packet in UNTAGGED or any(
-        torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads()))
 
 
 def _is_integer(node: fx.Node) -> bool:

