@@ -15,6 +15,8 @@ Float sums in another order change 0.02 % of the codes in a BERT of six layers b
 off and on), and 9 % behind sin(100,000 x), which amplifies inside one op; a scale twice too large changes half of
 them, a zero point that is off by one all."""
 
+NO_FLOAT16 = "ONNX Runtime has no integer kernels between float16 values on the CPU"
+
 MOST_CHANGED = 0.005
 """Share of an op's codes that optimizations may change: float sums in another order change 0.02 %, a bias rounded to
 int32 in the scale of 4-bit products 1.7 % (README's ViT in W4A4)."""
@@ -87,9 +89,7 @@ def judge(runs: Sequence[FileRun], circumstances: Circumstances) -> tuple[Findin
         findings += _openvino(by_way[OPENVINO], circumstances)
     if circumstances.is_half:
         findings.append(Finding(
-            Level.YELLOW, "ONNX Runtime has no integer kernels between float16 values on the CPU",
-            "simulate and export model.float()",
-        ))
+            Level.YELLOW, NO_FLOAT16, "simulate and export model.float()"))
     findings += [finding for run in runs for finding in _slower(run)]
     return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
 

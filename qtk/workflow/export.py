@@ -28,7 +28,7 @@ from qtk.graph.graphs import meta_of, roots, states_of
 from qtk.graph.simulation import Simulation
 from qtk.nn.mapped_weights import bounded
 from qtk.registry import Registry
-from qtk.report.findings import saturation_remedy
+from qtk.report.findings import NO_FLOAT16, saturation_remedy
 from qtk.report.stages import Stages
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import STEPS, op_changes
@@ -178,6 +178,8 @@ def _onnx(
             if run:
                 raise ExportError(f"{reason}; check=False writes the file for another runtime")
             warnings.warn(reason, stacklevel=2)
+        if any(parameter.dtype is torch.float16 for parameter in graph.parameters()):
+            warnings.warn(f"{onnx_name(path)}: {NO_FLOAT16}: simulate and export model.float() instead", stacklevel=2)
     runtime = runtime_of_target(simulation.target)
     int16_sums = runtime is None or runtime.int16_sums  # also if it is for no runtime in particular
     contrib_operators = runtime is not None and runtime.contrib_operators

@@ -255,6 +255,13 @@ def test_bfloat16_is_refused_with_the_way_out_and_the_way_out_works(tmp_path):
         handle.verify_export(tmp_path / "out", [example], turns=0)
 
 
+def test_float16_leaves_with_a_warning(tmp_path):
+    handle = qtk.QuantSim(nn.Linear(8, 4).half(), EXAMPLE.half())
+    handle.compute_encodings([EXAMPLE.half()], progress=False)
+    with pytest.warns(UserWarning, match=r"model\.onnx: ONNX .* no integer .* float16 .* model\.float\(\) instead"):
+        handle.export(tmp_path / "out", formats=("onnx",))
+
+
 @pytest.mark.slow
 def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", onnx=OnnxOptions(opset=22))
