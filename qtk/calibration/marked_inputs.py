@@ -7,11 +7,11 @@ steps of 8 bits are 39. A model that replaces it (``where``, ``masked_fill``, a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, fx
 
-from qtk.calibration.width_check import LargeStep, Loss
+from qtk.calibration.width_check import LargeStep, Loss, UnheldInput
 from qtk.core.dtypes import integer
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
@@ -34,24 +34,7 @@ REPLACING = frozenset({"index_put"})
 """Kinds of ops that put another number where a condition holds; ops that make masks do too."""
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedInput:
-    """An input with markers that the model replaces before it multiplies by a weight.
-
-    Args:
-        site: of the input.
-        between: the sites between it and where the markers are replaced.
-        readers: module paths of products that read the result without a range between.
-        step: what the markers leave of the other values.
-    """
-
-    site: Site
-    between: tuple[Site, ...]
-    readers: tuple[str, ...]
-    step: LargeStep
-
-
-def marked_inputs(samples: Mapping[Site, tuple[Tensor, Encoding]], simulation: Simulation) -> list[MarkedInput]:
+def marked_inputs(samples: Mapping[Site, tuple[Tensor, Encoding]], simulation: Simulation) -> list[UnheldInput]:
     """The inputs whose range is taken by markers. Args: ``samples``: some finite values of sites, their encodings."""
     steps = {site: step for site, (values, encoding) in samples.items()
              if site.port == "input" and simulation.plan[site].range is None
@@ -70,7 +53,7 @@ def marked_inputs(samples: Mapping[Site, tuple[Tensor, Encoding]], simulation: S
         if own and len(known) == len(own):
             between = dict.fromkeys(each for walk in known for each in walk.between)
             readers = dict.fromkeys(each for walk in known for each in walk.readers)
-            found.append(MarkedInput(site, tuple(between), tuple(readers), steps[site]))
+            found.append(UnheldInput(site, tuple(between), tuple(readers), steps[site]))
     return found
 
 

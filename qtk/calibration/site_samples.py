@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
-from qtk.calibration.marked_inputs import MarkedInput, marked_inputs
+from qtk.calibration.marked_inputs import marked_inputs
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
-from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, LargeStep, Loss, UnheldSite, judged
+from qtk.calibration.slices import SliceSamples
+from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, LargeStep, Loss, UnheldInput, UnheldSite, judged
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import HOST, Encoding, moved
@@ -65,6 +66,7 @@ class SiteSamples:
         self._calls = SiteCalls(simulation, quantizers) if is_shared else None
         contents = contents_of(simulation.model)
         self._members = found_where({Role.MERGE}, contents, lambda: MemberSamples(simulation, quantizers, tokens), None)
+        self._slices = SliceSamples(simulation, quantizers)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
@@ -81,10 +83,14 @@ class SiteSamples:
                     following.enter_context(each.followed())
             yield
 
-    @property
+    @cached_property
     def members(self) -> Mapping[Site, dict[str, Tensor]]:
-        """Site that is quantized behind a float merge → name of an operand → some of its values there."""
-        return {} if self._members is None else self._members.values
+        """Some values of what has one range together, once all are kept.
+
+        Site behind a float merge, or of which slices are read → name of an operand, or of the edge of a slice → values.
+        """
+        merged, sliced = {} if self._members is None else self._members.values, self._slices.values
+        return {**sliced, **{site: {**sliced.get(site, {}), **members} for site, members in merged.items()}}
 
     def observers(self, observers: Mapping[Quantizer, Observer]) -> dict[Quantizer, Any]:
         """The observers, which keep samples too; where a quantizer has none, one that does nothing else."""
@@ -98,9 +104,7 @@ class SiteSamples:
         """These samples and the samples of ``later``, which replace these where both have some of a site."""
         both = copy(self)
         both._values = defaultdict(list, {**self._values, **later._values})
-        if self._members is not None:
-            both._members = copy(self._members)
-            both._members.values = {**self.members, **later.members}
+        both.__dict__["members"] = {**self.members, **later.members}
         both._on_host = None
         both._rounded = defaultdict(list, {**self._rounded, **later._rounded})
         return both
@@ -122,14 +126,14 @@ class SiteSamples:
             found += self._unheld_members(simulation, precise, names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
-    def marked_inputs(self, simulation: Simulation) -> list[MarkedInput]:
+    def marked_inputs(self, simulation: Simulation) -> list[UnheldInput]:
         """The inputs whose range is taken by markers, see ``qtk.calibration.marked_inputs``."""
         return marked_inputs(_by_site(self._by_spec(simulation)), simulation)
 
     def _unheld_members(
         self, simulation: Simulation, precise: Literal[16, "float"], named: Collection[str]
     ) -> Iterator[UnheldSite]:
-        """The members of float merges that the common range of a site behind, none of ``named``, does not hold."""
+        """The operands of merges, and slices, that the range of a site, none of ``named``, does not hold."""
         for site, members in self.members.items():
             quantizer = None if site.name in named else simulation.quantizers.get(site)
             encoding = None if quantizer is None else quantizer.encoding
@@ -140,7 +144,7 @@ class SiteSamples:
                 lost = judged(site, simulation, values[values.isfinite()].to(HOST), on_host,
                                  "float" if is_wide else precise, None)
                 if lost is not None:
-                    others = ", ".join(other for other in members if other != name)
+                    others = ", ".join(other for other in members if other != name) or "its other values"
                     yield replace(lost, name=f"{site.name} of {name}",
                                   reason=f"{lost.reason}, as it shares a range with {others}")
 
@@ -193,6 +197,7 @@ class SiteSamples:
         seen = self._seen[site]
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
             self._values[site].append(some_values(x.detach()))
+            self._slices.keep(site, x)
             if site in self._steps:  # ``is_held_at_run_time`` is asked of these alone
                 self._rounded[site].append(some_values(simulate_dynamic(x.detach(), quantizer.spec)))
 

@@ -1,4 +1,8 @@
-"""Which quantized merges join values of so different ranges that the smaller ones have few codes of the common one."""
+"""Which quantized values hold others of so different ranges that the smaller ones have few codes of the common one.
+
+Merges, and values of which ops read slices: an index beside features, columns in several units, boxes and scores that
+one layer computes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtk.calibration.site_samples import SiteSamples
+from qtk.calibration.width_check import LargeStep, UnheldInput
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import roots
@@ -43,8 +48,9 @@ class UnevenValues:
 def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
     """Finds merges whose operands differ by more than ``LARGEST_RATIO`` in range, and follows their values.
 
-    Of a merge in float what is computed from it and has one range for all (``merged_members``). Leaves out merges that
-    are frozen, and values that a product with weights reads as a whole: it needs codes of one range.
+    Of a merge in float what is computed from it and has one range for all (``merged_members``); also values of which
+    ops or outputs read such slices (``slices``). Leaves out values that are frozen, and values that a product with
+    weights reads as a whole: it needs codes of one range.
     """
     sites = {site.name: site for site in simulation.plan}
     outputs: dict[str, None] = {}
@@ -64,16 +70,48 @@ def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
     return UnevenValues(tuple(outputs), tuple(readers))
 
 
+def uneven_inputs(samples: SiteSamples, simulation: Simulation) -> list[UnheldInput]:
+    """Finds inputs of which ops read slices whose range is more than ``LARGEST_RATIO`` times smaller.
+
+    Leaves out inputs that a product with weights reads as a whole.
+    """
+    sites = {site.name: site for site in simulation.plan}
+    walks: dict[Site, list[_Walk | None]] = {}
+    for graph in roots(simulation.model).values():
+        for node in graph.graph.nodes if samples.members else ():
+            site = sites.get(str(label(node, SITE))) if quantizer_called(node) is not None else None
+            if site is not None and site.port == "input" and site in samples.members:
+                walk = _Walk(Flow(graph.graph))
+                walks.setdefault(site, []).append(walk if walk.follow(node) else None)
+    found = []
+    for site, own in walks.items():
+        ranges, decided = _ranges(site, samples), simulation.plan[site]
+        known = [walk for walk in own if walk is not None]
+        is_fixed = decided.range is not None or decided.leader is not None or simulation.quantizers[site].frozen
+        if _differ(ranges) and not is_fixed and len(known) == len(own):
+            ratio = max(ranges) / min(filter(None, ranges))
+            between = dict.fromkeys(sites[name] for walk in known for name in walk.outputs if name != site.name)
+            readers = dict.fromkeys(each for walk in known for each in walk.readers)
+            step = LargeStep(f"its range is {ratio:.0f} times the range of a slice of it", ratio / LARGEST_RATIO)
+            found.append(UnheldInput(site, tuple(between), tuple(readers), step))
+    return found
+
+
 def _is_uneven(members: list[Site], samples: SiteSamples) -> bool:
     return _differ([samples.largest(site) for site in members])
 
 
 def _joins_uneven(site: Site | None, samples: SiteSamples) -> bool:
-    """Says whether an op's value holds elements of operands of a float merge that differ too much in range."""
+    """Says whether the operands of a float merge in an op's value, or slices of it, differ too much in range."""
     if site is None or site not in samples.members or not site.port.startswith("out"):
         return False
-    of_members = [float(values.abs().nan_to_num(posinf=0.0).amax()) for values in samples.members[site].values()]
-    return _differ([*of_members, samples.largest(site)])
+    return _differ(_ranges(site, samples))
+
+
+def _ranges(site: Site, samples: SiteSamples) -> list[float]:
+    of_members = [float(values.abs().nan_to_num(posinf=0.0).amax()) for values in samples.members[site].values()
+                  if values.numel()]
+    return [*of_members, samples.largest(site)]
 
 
 def _differ(ranges: list[float]) -> bool:

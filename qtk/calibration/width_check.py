@@ -52,6 +52,23 @@ class LargeStep:
 
 
 @dataclass(frozen=True, slots=True)
+class UnheldInput:
+    """A model input whose range does not hold what is read of it.
+
+    Args:
+        site: of the input.
+        between: the sites behind it that have the same range.
+        readers: module paths of products that read what it does not hold without a range of its own.
+        step: what it leaves of that.
+    """
+
+    site: Site
+    between: tuple[Site, ...]
+    readers: tuple[str, ...]
+    step: LargeStep
+
+
+@dataclass(frozen=True, slots=True)
 class UnheldSite:
     """An activation that its width does not hold.
 

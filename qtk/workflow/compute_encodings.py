@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qtk.calibration.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.calibration.site_samples import SiteSamples
-from qtk.calibration.uneven_merges import uneven_values
+from qtk.calibration.uneven_merges import uneven_inputs, uneven_values
 from qtk.calibration.unheld_steps import unheld_steps, with_float_steps
 from qtk.calibration.width_check import warn_of_unheld
 from qtk.config.load import precise_in
@@ -20,7 +20,6 @@ from qtk.graph.insert import drop_sites, insert, remove
 from qtk.graph.simulation import Simulation
 from qtk.nn.mapped_weights import bounded, is_large
 from qtk.observers.ranks import exchanged, several_ranks
-from qtk.operators.op_row import Role
 from qtk.quantizers.quantizer import Mode
 from qtk.transforms.rewrite import Configurable, Rewritable, replan_simulation
 from qtk.workflow.check import check
@@ -54,8 +53,9 @@ def compute_encodings(
 
     Where all are computed, from data that can be run again, merges whose operands differ too much in range get rules
     of their own (``uneven_values``), in front of all rules, and what these change is calibrated again; so do inputs
-    whose range is taken by markers that the model replaces, such as −9999 (``marked_inputs``). Layers of recurrent nets
-    whose input 8 bits do not hold are computed in float (``unheld_steps``).
+    whose range is taken by markers that the model replaces, such as −9999 (``marked_inputs``), or by an index beside
+    features (``uneven_inputs``). Layers of recurrent nets whose input 8 bits do not hold are computed in float
+    (``unheld_steps``).
 
     Args:
         sim: a ``QuantSim``; its simulation changes.
@@ -123,17 +123,18 @@ def _rules_apart(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
     return rules
 
 
-def _rules_of_marked(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
-    """The rules for inputs whose markers the model replaces: more bits or float, and codes of what reads the others."""
+def _rules_of_inputs(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
+    """The rules for inputs that their range does not hold: more bits or float, and codes of what is read of them."""
     precise, rules = precise_in(simulation.target), list[Rule]()
-    for marked in samples.marked_inputs(simulation):
-        width = marked.step.precise(simulation.plan[marked.site].spec.dtype.bits, precise)
+    marked = {each.site: each for each in samples.marked_inputs(simulation)}
+    for unheld in ({each.site: each for each in uneven_inputs(samples, simulation)} | marked).values():
+        width = unheld.step.precise(simulation.plan[unheld.site].spec.dtype.bits, precise)
         output = width if width == "float" else TensorSetting(bits=width)
-        path, *others = (site.name.partition(":")[0] for site in (marked.site, *marked.between))
+        path, *others = (site.name.partition(":")[0] for site in (unheld.site, *unheld.between))
         matches = [Match(op=("input",), path=(path,)), *(Match(path=(other,)) for other in others)]
         rules += [Rule(match=match, output=output, optional=True) for match in matches]
         if width == "float":
-            rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in marked.readers]
+            rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in unheld.readers]
     return rules
 
 
@@ -151,8 +152,8 @@ class RulesOfData:
 
 
 RULES_OF_DATA = (
-    RulesOfData(_rules_apart, frozenset({Role.MERGE})), RulesOfData(unheld_steps, frozenset({"recurrent"})),
-    RulesOfData(_rules_of_marked, frozenset()),
+    RulesOfData(_rules_apart, frozenset()), RulesOfData(unheld_steps, frozenset({"recurrent"})),
+    RulesOfData(_rules_of_inputs, frozenset()),
 )
 
 
