@@ -131,7 +131,8 @@ def calibrate(
         simulation.quantizers[site].load_encoding(encoding)
     if precise_in(simulation.target) == "float":
         large: dict[Site, LargeStep] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
-        for site, found in (large | coarse_inputs(simulation)).items():
+        uneven = samples.uneven_channels(simulation)
+        for site, found in (uneven | large | coarse_inputs(simulation)).items():
             masked |= dict.fromkeys((site, *found.constants), found.reason)
     simulation = drop_sites(simulation, masked) if masked else simulation
     if any(decided.factors for decided in simulation.plan.values()):

@@ -23,6 +23,7 @@ from qtk.calibration.marked_inputs import marked_inputs
 from qtk.calibration.merged_members import MemberSamples
 from qtk.calibration.sampled_values import some_values
 from qtk.calibration.slices import SliceSamples
+from qtk.calibration.uneven_channels import ChannelRanges, front_axes, uneven_channels
 from qtk.calibration.width_check import FEWEST_CODES, FINE_DB, ZEROED, LargeStep, Loss, UnheldInput, UnheldSite, judged
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
@@ -67,6 +68,8 @@ class SiteSamples:
         contents = contents_of(simulation.model)
         self._members = found_where({Role.MERGE}, contents, lambda: MemberSamples(simulation, quantizers, tokens), None)
         self._slices = SliceSamples(simulation, quantizers)
+        axes = front_axes(simulation, quantizers)
+        self._front, self._channels = list(axes), ChannelRanges(axes)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
@@ -115,7 +118,7 @@ class SiteSamples:
         contents = contents_of(simulation.model)
         large: dict[Site, LargeStep] = found_where(
             {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
-        large |= coarse_inputs(simulation)
+        large |= self.uneven_channels(simulation) | coarse_inputs(simulation)
         large |= {marked.site: marked.step for marked in marked_inputs(_by_site(samples), simulation)}
         found = [
             judged(site, simulation, values, encoding, precise, large.get(site))
@@ -125,6 +128,10 @@ class SiteSamples:
         if self.members:
             found += self._unheld_members(simulation, precise, names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
+
+    def uneven_channels(self, simulation: Simulation) -> dict[Site, LargeStep]:
+        """The sites in front of layers with channels in several units, see ``qtk.calibration.uneven_channels``."""
+        return uneven_channels(self._channels, self._front, simulation)
 
     def marked_inputs(self, simulation: Simulation) -> list[UnheldInput]:
         """The inputs whose range is taken by markers, see ``qtk.calibration.marked_inputs``."""
@@ -198,6 +205,7 @@ class SiteSamples:
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
             self._values[site].append(some_values(x.detach()))
             self._slices.keep(site, x)
+            self._channels.keep(site, x)
             if site in self._steps:  # ``is_held_at_run_time`` is asked of these alone
                 self._rounded[site].append(some_values(simulate_dynamic(x.detach(), quantizer.spec)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.calibration.sampled_values import some_values
+from qtk.calibration.uneven_channels import ChannelRanges
 from qtk.core.site import Site
 from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow, ancestors
@@ -30,9 +31,6 @@ KINDS = frozenset({"slice", "split"})
 MOST_SLICES = 8
 """Slices of one value; more are steps of a loop, of one range."""
 
-FEWEST_VALUES = 64
-"""Values of each channel of an output that its range is known by."""
-
 
 class SliceSamples:
     """Values of each slice of a quantized value that an op or an output reads.
@@ -48,8 +46,7 @@ class SliceSamples:
     def __init__(self, simulation: Simulation, sites: Container[Site]) -> None:
         self._kept: dict[Site, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         self._slices: dict[Site, dict[str, tuple[fx.Node, fx.Node]]] = {}
-        self._channels: dict[Site, tuple[int, int, Tensor]] = {}
-        self._returned: dict[Site, int] = {}
+        returned: dict[Site, tuple[int]] = {}
         by_name = {site.name: site for site in simulation.plan if site in sites}
         for graph in roots(simulation.model).values():
             flow = Flow(graph.graph)
@@ -60,14 +57,17 @@ class SliceSamples:
                 if found := dict(_slices(flow, node)):
                     self._slices[site] = {name: (node, part) for name, part in found.items()}
                 if (axis := _returned_channels(flow, node)) is not None:
-                    self._returned[site] = axis
+                    returned[site] = (axis,)
+        self._channels = ChannelRanges(returned)
+        self._returned = list(returned)
 
     @property
     def values(self) -> Mapping[Site, dict[str, Tensor]]:
         """Site of the quantizer → name of an edge into the op that reads a slice → some values of that."""
         found = {site: {name: torch.cat(values) for name, values in kept.items()} for site, kept in self._kept.items()}
-        for site, (count, axis, largest) in self._channels.items():
-            if count >= FEWEST_VALUES:
+        for site in self._returned:
+            for axis, (low, high) in self._channels.known(site).items():
+                largest = torch.maximum(-low, high)
                 least = largest.where(largest > 0, torch.inf).min().nan_to_num(posinf=0.0)
                 found.setdefault(site, {})[f"a channel at axis {axis}"] = least[None]
         return found
@@ -75,8 +75,7 @@ class SliceSamples:
     @torch.no_grad()
     def keep(self, site: Site, x: Tensor) -> None:
         """Samples the slices of ``x``, a value of ``site``."""
-        if site in self._returned:
-            self._keep_channels(site, x)
+        self._channels.keep(site, x)
         for name, (quantized, part) in self._slices.get(site, {}).items():
             if x.ndim != quantized.meta["val"].ndim:  # valid tokens alone
                 return
@@ -86,16 +85,6 @@ class SliceSamples:
                 continue
             if value.numel():
                 self._kept[site][name].append(some_values(value.detach()).float())
-
-
-    def _keep_channels(self, site: Site, x: Tensor) -> None:
-        axis = self._returned[site]
-        if x.ndim <= axis or not x.numel():
-            return
-        largest = x.abs().movedim(axis, -1).flatten(0, -2).amax(0).float()
-        count, _, before = self._channels.get(site, (0, axis, largest))
-        if len(before) == len(largest):
-            self._channels[site] = count + x.numel() // len(largest), axis, torch.maximum(before, largest)
 
 
 def _returned_channels(flow: Flow, quantized: fx.Node) -> int | None:
