@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.local_gradients import LocalGradients
 from qtk.calibration.reached_matrices import matrices_counted
@@ -88,7 +87,7 @@ def calibrate(
     The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
     like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Where no mask
     can be (``qtk.graph.masks``) a few such numbers are an error. Large arguments of exponentials, and inputs in several
-    units (``coarse_inputs``), are taken out too, where the target computes in float what loses too much. Sites that are
+    units (``uneven_channels``), are taken out too, where the target computes in float what loses too much. Sites
     quantized dynamically need no data; they are only watched for sentinels. Scales of weights are raised where an int32
     bias needs it, see ``raise_scales``. Where a process group is initialized, every rank observes its own data and all
     get the same encodings.
@@ -131,8 +130,7 @@ def calibrate(
         simulation.quantizers[site].load_encoding(encoding)
     if precise_in(simulation.target) == "float":
         large: dict[Site, LargeStep] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
-        uneven = samples.uneven_channels(simulation)
-        for site, found in (uneven | large | coarse_inputs(simulation)).items():
+        for site, found in (large | samples.uneven_channels(simulation)).items():
             masked |= dict.fromkeys((site, *found.constants), found.reason)
     simulation = drop_sites(simulation, masked) if masked else simulation
     if any(decided.factors for decided in simulation.plan.values()):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from qtk.calibration.coarse_inputs import coarse_inputs
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.marked_inputs import marked_inputs
 from qtk.calibration.merged_members import MemberSamples
@@ -68,7 +67,8 @@ class SiteSamples:
         contents = contents_of(simulation.model)
         self._members = found_where({Role.MERGE}, contents, lambda: MemberSamples(simulation, quantizers, tokens), None)
         self._slices = SliceSamples(simulation, quantizers)
-        axes = front_axes(simulation, quantizers)
+        axes = front_axes(
+            simulation, {site for site, decided in simulation.plan.items() if (decided.leader or site) in quantizers})
         self._front, self._channels = list(axes), ChannelRanges(axes)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
@@ -118,7 +118,7 @@ class SiteSamples:
         contents = contents_of(simulation.model)
         large: dict[Site, LargeStep] = found_where(
             {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
-        large |= self.uneven_channels(simulation) | coarse_inputs(simulation)
+        large |= self.uneven_channels(simulation)
         large |= {marked.site: marked.step for marked in marked_inputs(_by_site(samples), simulation)}
         found = [
             judged(site, simulation, values, encoding, precise, large.get(site))

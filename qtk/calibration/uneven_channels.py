@@ -2,6 +2,7 @@
 
 A model that brings raw columns into one range, by constants, a batch norm, or their own mean and deviation, reads each
 column apart, whatever ops stand between. Up to the first value whose range holds all of its channels they need digits.
+So do values with a large offset that is taken off, of a temperature in kelvin or of a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 
 from qtk.calibration.width_check import LargeStep
 from qtk.core.site import Site
-from qtk.graph.flow import Flow
+from qtk.graph.flow import Flow, ancestors
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
@@ -74,7 +75,8 @@ def front_axes(simulation: Simulation, sites: Container[Site]) -> dict[Site, tup
 def uneven_channels(ranges: ChannelRanges, axes: Iterable[Site], simulation: Simulation) -> dict[Site, LargeStep]:
     """The sites in front of layers whose range leaves a channel less than ``FEWEST_CODES``, and why.
 
-    Leaves out values that a layer reads as they are: its weights may make up for units, and it needs one range.
+    Leaves out values that a layer reads as they are, as its weights may make up for units, and it needs one range; and
+    values that share the encoding of others.
     """
     codes = {site.name: few for site in axes if (few := _codes(ranges, site, simulation)) is not None}
     sites = {site.name: site for site in simulation.plan}
@@ -90,7 +92,8 @@ def uneven_channels(ranges: ChannelRanges, axes: Iterable[Site], simulation: Sim
                 constants = tuple(sites[constant] for constant in dict.fromkeys(walk.constants))
                 reason = f"a channel of it has {codes[name]:.2g} codes of its range"
                 found[sites[name]] = LargeStep(reason, FEWEST_CODES / codes[name], constants)
-    return found
+    others = {decided.leader or site for site, decided in simulation.plan.items() if site not in found}
+    return {site: step for site, step in found.items() if (simulation.plan[site].leader or site) not in others}
 
 
 def _codes(ranges: ChannelRanges, site: Site, simulation: Simulation) -> float | None:
@@ -130,6 +133,7 @@ class _Walk:
             return str(label(user, SITE)) not in self._uneven or self.follow(user)
         if self._flow.row(user) is None or _is_layer(self._flow, user):
             return False
-        self.constants += [str(label(read, SITE)) for read in user.all_input_nodes
-                           if quantizer_called(read) is not None and self._flow.is_static(read)]
+        constants = [read for read in user.all_input_nodes if self._flow.is_static(read)]
+        self.constants += [str(label(node, SITE)) for node in (*constants, *ancestors(constants))
+                           if quantizer_called(node) is not None]
         return self.follow(user)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.calibration.slices import FEWEST_VALUES, MOST_SLICES, SliceSamples
+from qtk.calibration.slices import MOST_SLICES, SliceSamples
+from qtk.calibration.uneven_channels import FEWEST_VALUES
 from qtk.numerics.error import sqnr_db
 
 BOXES = 500.0
