@@ -5,6 +5,7 @@ A graph holds the attributes that forward changes, buffers aside, as they were w
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -57,10 +58,10 @@ def _flags(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def _containers(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Restores the items of lists and dicts that are attributes."""
+    """Restores the items of lists and dicts that are attributes, the tables of hooks among them."""
     held = [value for module in modules for name, value in vars(module).items() if name not in TABLES]
     lists = [(value, list(value)) for value in held if type(value) is list]
-    dicts = [(value, dict(value)) for value in held if type(value) is dict]
+    dicts = [(value, dict(value)) for value in held if type(value) in (dict, OrderedDict)]
 
     def restore() -> None:
         for some_list, items in lists:

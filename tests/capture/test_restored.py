@@ -159,3 +159,27 @@ def test_the_reason_names_the_attribute_and_the_buffer_to_make():
 
 def test_an_attribute_that_no_later_call_reads_is_no_state():
     assert isinstance(qtk.prepare_model(Shows().eval(), X), PreparedGraph)
+
+
+class Hooks(nn.Module):
+    """Installs a hook at its first call, as transformers does to collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.is_installed, self.seen = nn.Linear(3, 3), False, []
+
+    def forward(self, x):
+        if not self.is_installed:
+            self.linear.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.is_installed = True
+        self.seen.clear()
+        return self.linear(x), len(self.seen)
+
+
+def test_hooks_of_a_first_call_are_installed_once():
+    model, x = Hooks().eval(), torch.randn(2, 3)
+    with restored(model):
+        model(x)
+    assert not model.linear._forward_hooks
+    qtk.prepare_model(model, x)
+    assert [model(x)[1] for _ in range(2)] == [1, 1]
