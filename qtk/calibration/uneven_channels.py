@@ -19,6 +19,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, is_float, label
+from qtk.operators.op_row import Precision
 
 FEWEST_VALUES = 64
 """Values of each channel that its range is known by."""
@@ -75,7 +76,7 @@ def front_axes(simulation: Simulation, sites: Container[Site]) -> dict[Site, tup
 def uneven_channels(ranges: ChannelRanges, axes: Iterable[Site], simulation: Simulation) -> dict[Site, LargeStep]:
     """The sites in front of layers whose range leaves a channel less than ``FEWEST_CODES``, and why.
 
-    Leaves out values that a layer reads as they are, as its weights may make up for units, and it needs one range; and
+    Leaves out values that a layer reads as they are, as its weights may hold the units, and it needs one range; and
     values that share the encoding of others.
     """
     codes = {site.name: few for site in axes if (few := _codes(ranges, site, simulation)) is not None}
@@ -113,7 +114,10 @@ def _is_layer(flow: Flow, node: fx.Node) -> bool:
 
 
 class _Walk:
-    """Follows channels in several units to what brings them together. Args: ``uneven``: sites that do not hold them."""
+    """Follows channels in several units to what brings them together. Args: ``uneven``: sites that do not hold them.
+
+    To exponentials and the like the absolute error counts, whatever the range of a channel.
+    """
 
     def __init__(self, flow: Flow, uneven: Container[str]) -> None:
         self._flow, self._uneven, self._seen = flow, uneven, set[fx.Node]()
@@ -131,7 +135,8 @@ class _Walk:
             return True
         if quantizer_called(user) is not None:
             return str(label(user, SITE)) not in self._uneven or self.follow(user)
-        if self._flow.row(user) is None or _is_layer(self._flow, user):
+        row = self._flow.row(user)
+        if row is None or row.multiplies or row.precision in (Precision.EXPONENT, Precision.FRACTION):
             return False
         constants = [read for read in user.all_input_nodes if self._flow.is_static(read)]
         self.constants += [str(label(node, SITE)) for node in (*constants, *ancestors(constants))

@@ -21,11 +21,13 @@ from qtk.export.onnx.free_numbers import free_number_table, reads_free_number
 from qtk.export.onnx.further_decompositions import FURTHER
 from qtk.export.onnx.scattered_values import SCATTERS, is_scattered_wrongly
 from qtk.export.onnx.untranslated_ops import is_complex, nodes_of
+from qtk.graph.sites import is_float
 
 Table = Mapping[Callable[..., object], object]
 """Operator → what it is decomposed into."""
 
 _ATEN = torch.ops.aten
+SQUEEZES = frozenset((_ATEN.squeeze.dim, _ATEN.squeeze.dims))
 
 TRANSLATED = frozenset((
     operator.getitem, _ATEN.conv2d.default, _ATEN.gru.input, _ATEN.hardsigmoid.default, _ATEN.layer_norm.default,
@@ -49,7 +51,11 @@ def decompose_where_needed(program: ExportedProgram) -> list[ExportedProgram]:
 
 
 def write_decomposed(graph: fx.Graph) -> None:
-    """Writes pooling of an image to one value as mean, and flatten as reshape. In place."""
+    """Writes pooling of an image to one value as mean, and flatten as reshape. In place.
+
+    Also what torch's exporter (2.14) translates wrongly, or not: ``squeeze`` of an axis that is not 1, which does
+    nothing in torch, and a float number less integers.
+    """
     for node in list(graph.nodes):
         if node.target is _ATEN.adaptive_avg_pool2d.default and list(node.args[1]) == [1, 1]:
             with graph.inserting_before(node):
@@ -57,6 +63,27 @@ def write_decomposed(graph: fx.Graph) -> None:
         elif node.target is _ATEN.flatten.using_ints and (sizes := _lengths(node)) is not None:
             with graph.inserting_before(node):
                 _replace(node, graph.call_function(_ATEN.reshape.default, (node.args[0], sizes)))
+        elif node.target in SQUEEZES:
+            axes = _axes_of_one(node)
+            function, arguments = (_ATEN.squeeze.dims, [axes]) if axes else (_ATEN.clone.default, [])
+            with graph.inserting_before(node):
+                _replace(node, graph.call_function(function, (node.args[0], *arguments)))
+        elif node.target is _ATEN.rsub.Scalar and not is_float(node.args[0]) and is_float(node):
+            with graph.inserting_before(node):
+                operand = graph.call_function(_ATEN.to.dtype, (node.args[0], node.meta["val"].dtype))
+            operand.meta["val"] = node.meta["val"]
+            node.replace_input_with(node.args[0], operand)
+
+
+def _axes_of_one(node: fx.Node) -> list[int]:
+    """The axes of length 1 that a ``squeeze`` removes."""
+    source, axes = node.args
+    assert isinstance(source, fx.Node)
+    while "val" not in source.meta:  # marks of sites
+        (source,) = source.all_input_nodes
+    lengths = source.meta["val"].shape
+    named = axes if isinstance(axes, (list, tuple)) else [axes]
+    return [axis for axis in named if isinstance(axis, int) and isinstance(lengths[axis], int) and lengths[axis] == 1]
 
 
 def _lengths(node: fx.Node) -> list[fx.Node | int] | None:

@@ -87,3 +87,30 @@ def test_transposed_values_are_flattened_too(tmp_path):
     for x in batches:
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
         assert float((found - sim.model(x)).abs().max()) < 1.01 * step
+
+
+class Written(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.fc = write, nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        return self.write(self.fc(x), mask)
+
+
+@pytest.mark.parametrize("write", [
+    lambda y, mask: y.squeeze(-1), lambda y, mask: y[None].squeeze((0, -1)), lambda y, mask: y[:, None].squeeze(),
+    lambda y, mask: y * ((1.0 - mask) > 0).to(torch.float32)[:, None],
+    lambda y, mask: y + ((1.0 - mask) * -1e4)[:, None].clamp(min=-5),
+    lambda y, mask: y.masked_fill((1.0 - mask).bool()[:, None], 0.0),
+])
+def test_what_torch_translates_wrongly(write, tmp_path):
+    x, mask = torch.randn(16, 8), torch.arange(16) % 3 // 2
+    sim = qtk.QuantSim(Written(write).eval(), (x, mask), config="onnxruntime")
+    sim.compute_encodings([(x, mask)], progress=False)
+    sim.export(tmp_path, formats=["onnx"])
+    session, _ = create_session(tmp_path / "model.onnx")
+    for count in (16, 5, 1):
+        (got,) = session.run(None, {"x": x[:count].numpy(), "mask": mask[:count].numpy()})
+        assert got.shape == (expected := sim.model(x[:count], mask[:count]).detach()).shape
+        assert (torch.from_numpy(got) - expected).abs().max() <= sim.quantizers["fc:out"].scale.max() * 1.01
