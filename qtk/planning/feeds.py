@@ -2,8 +2,9 @@
 
 A product with a parameter or a number (layer scale) passes a value on, too. A product of two values, or a quotient,
 has the relative errors of both, and passes on the ops that need small ones, roots and logarithms: a running variance
-is a gain times the mean of squares. A softmax or sigmoid passes on that the largest values are looked for, for it keeps
-their order: a router's.
+is a gain times the mean of squares. So have sums of positive multiples, such as a bank of mel filters computes, and
+powers of magnitudes. A softmax or sigmoid passes on that the largest values are looked for, for it keeps their order: a
+router's.
 
 In a transformer, the values that feed a norm are its residual stream: every sum that the next one adds to, the sum of
 embeddings that it begins with, tokens that are concatenated to it, and what is taken or averaged from it at the end.
@@ -17,9 +18,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
-from torch import fx
+from torch import Tensor, fx
 
+from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow
+from qtk.graph.sites import is_float
 from qtk.operators.op_row import Feeding, OpRow, Role
 from qtk.operators.op_table import ACCUMULATOR, PYTHON, ROWS
 from qtk.planning.patterns import RULE_NAMES, PatternMatch
@@ -55,9 +58,11 @@ class Feeds:
         *, is_island: bool = False,
     ) -> None:
         self._flow, self._formulas = flow, formulas
+        self._values: dict[fx.Node, object] = {}
+        self._names: dict[fx.Node, frozenset[str]] = {}
         self._returned = OUTPUT | {PYTHON} if is_island else OUTPUT
         self.accumulators = {state for state, following in states.items() if self._accumulates(state, following)}
-        self._names: dict[fx.Node, frozenset[str]] = {
+        self._names = {
             states[state]: frozenset({ACCUMULATOR}) for state in self.accumulators}
         for node in reversed(graph.nodes):
             self._names[node] = self._names.get(node, NOTHING).union(*(self.through(user, node) for user in node.users))
@@ -87,6 +92,9 @@ class Feeds:
         """Returns which of the ops that the result of ``reader`` feeds are fed by a value that it reads, too."""
         if row.feeding is Feeding.ORDER:
             return LARGEST
+        is_magnitude = self._flow.row(self._flow.root(value)) is ROWS["abs"]
+        if self.adds_alone(reader, value) or (row.kind == "pow" and is_magnitude):
+            return RELATIVE
         if row.feeding in (Feeding.SCALED, Feeding.ADDED):
             ports = self._flow.data_ports(reader)
             terms = [port.value for port in ports if row.feeding is Feeding.ADDED and port.arg == 0]
@@ -95,6 +103,16 @@ class Feeds:
             return RULE_NAMES if value in terms or (is_alone and not is_divisor) else RELATIVE
         is_same = reader.target is operator.getitem or row.keeps_elements or row.feeding is Feeding.RESULT
         return RULE_NAMES if is_same else NOTHING
+
+    def adds_alone(self, reader: fx.Node, value: fx.Node) -> bool:
+        """Says whether a product for a root or logarithm adds multiples of a value, as a bank of mel filters does."""
+        row, others = self._flow.row(reader), [read for read in reader.all_input_nodes if read is not value]
+        if row is None or not row.multiplies or RELATIVE.isdisjoint(self._names.get(reader, NOTHING)):
+            return False
+        if not others or not all(self._flow.is_static(read) and is_float(read) for read in others):
+            return False
+        weights = [evaluate(read, self._values, bypass_quantizers=True) for read in others]
+        return all(isinstance(each, Tensor) and bool((each >= 0).all()) for each in weights)
 
     def _accumulates(self, state: fx.Node, following: fx.Node) -> bool:
         """Says whether a state reaches its next value by sums and products with numbers, one op of these at least."""

@@ -109,6 +109,8 @@ def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
         stream = None if draft.flow.is_static(source) else draft.decisions(maker(source)).stream
         if stream is None or (not stream.feeds.isdisjoint(row.names) and not _is_quantized_inside(draft, node)):
             continue
+        if draft.feeds is not None and draft.feeds.adds_alone(node, port.value):
+            continue
         _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
         if (site := edge_site(port)) in draft.edges:
             draft.share_edge(port, site)

@@ -24,7 +24,8 @@ The rules, numbered as the code cites them:
 11. A channel scale (SmoothQuant) reads a value before that is rounded. A value that only channel scales read is left
     in float, inside whatever supergroup it ends.
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
-    or a matrix product, that reads the value gets it on its edge as it would be without the rule.
+    or a matrix product, that reads the value gets it on its edge as it would be without the rule, but a product with
+    positive weights whose result they read (mel filters in front of a logarithm).
 13. A bias set to int32 is int32 where its op multiplies integer codes; it then has the scale of the products.
 14. A value or parameter that an excluded module reads too stays in float, and so does a parameter that its readers
     want in several formats; the (other) readers get it on their edges, rounded once, a parameter in the axes that each

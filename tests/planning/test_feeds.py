@@ -367,3 +367,39 @@ def test_litert_computes_attention_in_float_and_the_probabilities_of_classes_in_
     attention = {name for name in names if name.startswith("body.blocks.0.attn.") and name.endswith(":out")}
     assert attention == {f"body.blocks.0.attn.{layer}:out" for layer in ("qkv", "proj")}
     assert "softmax:out" in names
+
+
+class LogMel(nn.Module):
+    """Energies of bands on a logarithmic scale, by filters that take something off or do not, and a layer."""
+
+    def __init__(self, least=0.0, power=2.0):
+        super().__init__()
+        self.register_buffer("filters", torch.rand(33, 8, generator=torch.Generator().manual_seed(0)) + least)
+        self.register_buffer("window", torch.hann_window(64))
+        self.power, self.layer = power, nn.Linear(8, 4)
+
+    def forward(self, x):
+        magnitude = torch.stft(x, 64, 32, window=self.window, return_complex=True).abs().transpose(1, 2)
+        return self.layer(torch.log((magnitude**self.power @ self.filters).abs() + 1e-6))
+
+
+def loud_and_soft(seed):
+    torch.manual_seed(seed)
+    return 10 ** (-3 * torch.rand(8, 1)) * torch.randn(8, 640)
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+@pytest.mark.parametrize("power", [2.0, 1.0])
+def test_what_mel_filters_of_a_logarithm_add_up_keeps_its_digits(config, power):
+    torch.manual_seed(0)
+    model = LogMel(power=power).eval()
+    sim = qtk.QuantSim(model, loud_and_soft(0), config=config)
+    sim.compute_encodings([loud_and_soft(seed) for seed in range(4)], progress=False)
+    x = loud_and_soft(9)
+    assert sqnr_db(model(x).detach(), sim.model(x).detach()) > 25
+    assert "layer.weight" in sim.quantizers
+
+
+def test_filters_that_take_something_off_read_codes():
+    sim = qtk.QuantSim(LogMel(least=-0.5).eval(), loud_and_soft(0), config="onnxruntime")
+    assert {"abs:out", "filters"} <= set(sim.quantizers)
