@@ -100,6 +100,8 @@ def judged(
         return _constant(site, 0.0, simulation) if values.numel() > 1 and site.port == "input" else None
     if plan.range is not None:
         values = values.clamp(*plan.range)  # what a fixed range clips is decided
+    if plan.bounds is not None:
+        values = values.clamp(*plan.bounds)  # nothing reads the others
     low, high = values.aminmax()
     if low == high:
         return _constant(site, float(low), simulation) if site.port == "input" and values.numel() > 1 else None

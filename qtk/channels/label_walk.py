@@ -22,7 +22,7 @@ from qtk.graph.flow import reads_shape_only
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.operators.lookup import row_of
 from qtk.operators.op_row import OpRow, Scaling
-from qtk.operators.targets import aten_name, attribute, called_module, schema_arguments
+from qtk.operators.targets import aten_name, attribute, called_module, clamp_bounds, schema_arguments
 from qtk.torch_private import pytree
 
 
@@ -85,7 +85,7 @@ def _kept(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
 
 def _clamped(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     module = called_module(node)
-    bounds = (None, None) if isinstance(module, ChannelClamp) else _bounds(node)
+    bounds = (None, None) if isinstance(module, ChannelClamp) else clamp_bounds(node)
     if bounds is None or state.flow.is_static(node):
         return pinned(state, node, row)
     labels = state.of(node.args[0])
@@ -260,15 +260,6 @@ def _divided(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     if numerator in node.args[1:]:
         state.pin(numerator)
     return state.spread(state.of(numerator), node)
-
-
-def _bounds(node: fx.Node) -> tuple[float | None, float | None] | None:
-    """The bounds of a clamp; ``None`` if they are tensors."""
-    arguments: dict[str, Any] = schema_arguments(node)
-    lower, upper = arguments.get("min", arguments.get("min_val")), arguments.get("max", arguments.get("max_val"))
-    if aten_name(node.target) == "relu6":
-        return 0.0, 6.0
-    return None if isinstance(lower, fx.Node) or isinstance(upper, fx.Node) else (lower, upper)
 
 
 def _checked(labels: Labels, value: Any) -> Labels:

@@ -104,6 +104,16 @@ def aten_name(target: object) -> str | None:
     return None if schema is None else schema.name.removeprefix("aten::")
 
 
+def clamp_bounds(node: fx.Node) -> tuple[float | None, float | None] | None:
+    """The bounds of a clamp, a hardtanh or a rectifier; ``None`` if they are tensors."""
+    rectified = {"relu": (0.0, None), "relu6": (0.0, 6.0)}.get(aten_name(node.target) or "")
+    if rectified is not None:
+        return rectified
+    arguments: dict[str, Any] = schema_arguments(node)
+    lower, upper = arguments.get("min", arguments.get("min_val")), arguments.get("max", arguments.get("max_val"))
+    return None if isinstance(lower, fx.Node) or isinstance(upper, fx.Node) else (lower, upper)
+
+
 MODULE_STACK = "nn_module_stack"
 """The entry of ``node.meta``: key of a call → (path of the module, its class), the outermost first."""
 
