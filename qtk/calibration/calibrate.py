@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from qtk.calibration.clamped_values import CLAMPS, Bounds, clamped_values
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.local_gradients import LocalGradients
 from qtk.calibration.reached_matrices import matrices_counted
@@ -123,8 +124,9 @@ def calibrate(
         encodings[site] = encoding if fixed is None else filled(encoding, fixed, sites[site])
     if data.batches is None and data.example is not None:
         masked |= _masked_in_example(simulation, sites, data.example, maskable)
+    clamped: dict[Site, Bounds] = found_where(CLAMPS, contents, lambda: clamped_values(simulation), {})
     for site, encoding in encodings.items():
-        bounds = simulation.plan[site].bounds
+        bounds = simulation.plan[site].bounds or clamped.get(site)
         if bounds is not None:
             encodings[site] = encoding = bounded(encoding, bounds)
         simulation.quantizers[site].load_encoding(encoding)
@@ -273,7 +275,7 @@ def _observed_on_data(
             if tokens is not None:
                 while_data_run.enter_context(tokens.listening())
             while_data_run.enter_context(samples.followed())
-            while_data_run.enter_context(_marks_told([site for site in observers if site.port == "input"]))
+            while_data_run.enter_context(_marks_told(simulation, samples.front))
             run_all(simulation.model, data.batches, forward=data.forward if tokens is None else
                     tokens.forward(data.forward), num_batches=data.num_batches, label="calibrating",
                     progress=data.progress)
@@ -285,13 +287,19 @@ def _observed_on_data(
 
 
 @contextmanager
-def _marks_told(inputs: Sequence[Site]) -> Iterator[None]:
-    """Adds to an error for the values of an input which setting keeps NaN in it."""
+def _marks_told(simulation: Simulation, front: Sequence[Site]) -> Iterator[None]:
+    """Adds to an error for values in front of all layers which setting keeps NaN in them."""
     try:
         yield
     except CalibrationError as error:
-        if any(f" {site.name}: " in str(error) for site in inputs):
-            raise CalibrationError(f"{error}; if NaN marks what is missing, io: {{inputs: float}}") from None
+        plan, named = simulation.plan, {site for site in simulation.plan if f" {site.name}: " in str(error)}
+        sharing = [site for site in front if named & {site, plan[site].leader}]
+        inside = [f"{{match: {{path: {site.name.partition(':')[0]}}}, output: float}}" for site in sharing
+                  if site.port != "input"]
+        settings = ["io: {inputs: float}"] if len(inside) < len(sharing) else []
+        settings += [f"rules: [{', '.join(inside)}]"] if inside else []
+        if settings:
+            raise CalibrationError(f"{error}; if NaN marks what is missing, {' and '.join(settings)}") from None
         raise
 
 

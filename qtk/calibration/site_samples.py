@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qtk.calibration.clamped_values import CLAMPS, Bounds, clamped_values
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.marked_inputs import marked_inputs
 from qtk.calibration.merged_members import MemberSamples
@@ -55,6 +56,9 @@ class SiteSamples:
         simulation: its graphs.
         quantizers: leader → quantizer, of which values are kept.
         tokens: which tokens count; observers get these alone already.
+
+    Attributes:
+        front: the sites that nothing but inputs and constants reach.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class SiteSamples:
         self._slices = SliceSamples(simulation, quantizers)
         axes = front_axes(
             simulation, {site for site, decided in simulation.plan.items() if (decided.leader or site) in quantizers})
-        self._front, self._channels = list(axes), ChannelRanges(axes)
+        self.front, self._channels = list(axes), ChannelRanges(axes)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
@@ -120,25 +124,27 @@ class SiteSamples:
             {Precision.EXPONENT}, contents, lambda: large_exponents(simulation), {})
         large |= self.uneven_channels(simulation)
         large |= {marked.site: marked.step for marked in marked_inputs(_by_site(samples), simulation)}
+        clamped: dict[Site, Bounds] = found_where(CLAMPS, contents, lambda: clamped_values(simulation), {})
         found = [
-            judged(site, simulation, values, encoding, precise, large.get(site))
+            judged(site, simulation, values, encoding, precise, large.get(site), clamped.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, large)
         ]
         names = {each.name for each in found if each is not None}
         if self.members:
-            found += self._unheld_members(simulation, precise, names)
+            found += self._unheld_members(simulation, precise, names, clamped)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
     def uneven_channels(self, simulation: Simulation) -> dict[Site, LargeStep]:
         """The sites in front of layers with channels in several units, see ``qtk.calibration.uneven_channels``."""
-        return uneven_channels(self._channels, self._front, simulation)
+        return uneven_channels(self._channels, self.front, simulation)
 
     def marked_inputs(self, simulation: Simulation) -> list[UnheldInput]:
         """The inputs whose range is taken by markers, see ``qtk.calibration.marked_inputs``."""
         return marked_inputs(_by_site(self._by_spec(simulation)), simulation)
 
     def _unheld_members(
-        self, simulation: Simulation, precise: Literal[16, "float"], named: Collection[str]
+        self, simulation: Simulation, precise: Literal[16, "float"], named: Collection[str],
+        clamped: Mapping[Site, Bounds],
     ) -> Iterator[UnheldSite]:
         """The operands of merges, and slices, that the range of a site, none of ``named``, does not hold."""
         for site, members in self.members.items():
@@ -149,7 +155,7 @@ class SiteSamples:
             is_wide, on_host = precise != "float" and encoding.spec.dtype.bits >= precise, encoding.to(HOST)
             for name, values in members.items():
                 lost = judged(site, simulation, values[values.isfinite()].to(HOST), on_host,
-                                 "float" if is_wide else precise, None)
+                                 "float" if is_wide else precise, None, clamped.get(site))
                 if lost is not None:
                     others = ", ".join(other for other in members if other != name) or "its other values"
                     yield replace(lost, name=f"{site.name} of {name}",

@@ -91,17 +91,20 @@ class UnheldSite:
 
 def judged(
     site: Site, simulation: Simulation, values: Tensor, encoding: Encoding, precise: Literal[16, "float"],
-    large: LargeStep | None,
+    large: LargeStep | None, bounds: tuple[float | None, float | None] | None = None,
 ) -> UnheldSite | None:
-    """Judges one site by some of its values, its encoding, and whether its step is ``large`` for what reads it."""
+    """Judges one site by some of its values, its encoding, and whether its step is ``large`` for what reads it.
+
+    ``bounds``: beyond which nothing reads it.
+    """
     spec, plan = encoding.spec, simulation.plan[site]
     bits = spec.dtype.bits
     if not values.numel() or not values.any():
         return _constant(site, 0.0, simulation) if values.numel() > 1 and site.port == "input" else None
     if plan.range is not None:
         values = values.clamp(*plan.range)  # what a fixed range clips is decided
-    if plan.bounds is not None:
-        values = values.clamp(*plan.bounds)  # nothing reads the others
+    if bounds is not None:
+        values = values.clamp(*bounds)
     low, high = values.aminmax()
     if low == high:
         return _constant(site, float(low), simulation) if site.port == "input" and values.numel() > 1 else None

@@ -29,7 +29,6 @@ from qtk.operators.contents import Trait, contents
 from qtk.operators.lookup import op_name
 from qtk.operators.op_row import Precision, Role
 from qtk.operators.op_table import ACCUMULATOR, PYTHON, RECURRENT
-from qtk.operators.targets import clamp_bounds
 from qtk.planning.adapters import SUMS, adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import OUTPUT, Feeds
@@ -237,8 +236,6 @@ class Draft:
             self.in_blocks.add(node)
         elif decision.enabled:
             plan = self.site_plan(self.activation_spec(node, decision), decision, why)
-            if plan.range is None and plan.bounds is None and not plan.spec.dynamic:
-                plan = replace(plan, bounds=self._bounds_of_clamps(node))
             reason = self.excluded_reader(node)
             if reason is None:
                 self.values[node] = plan
@@ -248,20 +245,6 @@ class Draft:
             self.request("output", decision, (node, *edges), plan)
         else:
             self.floats[node] = f"float by {decision.reason}"
-
-    def _bounds_of_clamps(self, node: fx.Node) -> tuple[float | None, float | None] | None:
-        """The bounds beyond which nothing reads a value; ``None`` if something reads all of it."""
-        found: list[tuple[float | None, float | None]] = []
-        for port in self.flow.readers(node):
-            row = self.flow.row(port.user)
-            is_clamp = row is not None and row.kind in ("clamp", "relu", "relu6", "hardtanh") and port.arg == 0
-            bounds = clamp_bounds(port.user) if is_clamp else None
-            if bounds is None:
-                return None
-            found.append(bounds)
-        lowers, uppers = zip(*found, strict=True) if found else ([None], [None])
-        known = (None if None in lowers else min(lowers)), (None if None in uppers else max(uppers))
-        return None if known == (None, None) else known
 
     def activation_spec(self, node: fx.Node, decision: Decision, summed_axis: int | None = None) -> QuantSpec:
         """The spec that ``decision`` asks for the value of ``node``; in ``misfits`` if that has no such axis."""

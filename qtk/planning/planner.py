@@ -42,7 +42,6 @@ The rules, numbered as the code cites them:
     not repeated yet; a cache that is merged with new ones, in whichever graph, has one encoding with them.
 21. A value in blocks is rounded on the edges of the products that read it, along the axis that each sums over; other
     readers get it in float, and so it stays where none reads it.
-22. The range of a value that only clamps read ends at their bounds.
 """
 
 from __future__ import annotations

@@ -235,32 +235,3 @@ def test_inputs_that_divide_or_have_a_logarithm_stay_in_float():
     sim.compute_encodings([inputs], progress=False)
     assert sim.model(*inputs).isfinite().all()
     assert {name for name in sim.quantizers if name.endswith(":input")} == {"x:input"}
-
-
-class Clamped(nn.Module):
-    """What a function makes of an input, read by ``read``."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.read, self.layer = read, nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.read((self.layer(x) * 4).exp())
-
-
-@pytest.mark.parametrize(("read", "bounds"), [
-    (lambda y: y.clamp(0, 1), (0, 1)), (lambda y: y.clamp(max=1.5), (None, 1.5)),
-    (lambda y: y[:, 2:].clamp(0, 1), (0, 1)), (F.hardtanh, (-1, 1)), (F.relu6, (0, 6)),
-    (lambda y: y.clamp(0.5, 1) + y.clamp(0.1, 0.7), (0.1, 1)), (lambda y: y.clamp(0.5, 1) + y.clamp(max=2), (None, 2)),
-    (lambda y: y.clamp(0, 1) + y, None), (lambda y: (y.clamp(0, 1), y), None),
-])
-def test_nothing_is_spent_on_what_clamps_cut_off(read, bounds, recwarn):
-    torch.manual_seed(0)
-    model, x = Clamped(read).eval(), torch.randn(64, 8)
-    sim = qtk.QuantSim(model, x)
-    (plan,) = (plan for site, plan in sim.plan.items() if site.name == "exp:out")
-    assert plan.bounds == bounds
-    sim.compute_encodings([x], progress=False)
-    assert not [each for each in recwarn if "not held" in str(each.message)]
-    if bounds is not None:
-        assert float(sim.quantizers["exp:out"].encoding.maximum) <= bounds[1] * 1.01
