@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from qtk.calibration.clamped_values import CLAMPS, Bounds, clamped_values
 from qtk.calibration.large_exponents import large_exponents
 from qtk.calibration.local_gradients import LocalGradients
+from qtk.calibration.missing_values import missing_values_told
 from qtk.calibration.reached_matrices import matrices_counted
 from qtk.calibration.scale_floor import raise_scales
 from qtk.calibration.site_samples import SiteSamples
@@ -39,7 +40,7 @@ from qtk.nn.device import device_of, is_dry_run, without_values
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
-from qtk.observers.ranks import joined
+from qtk.observers.ranks import exchanged, joined, several_ranks
 from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.operators.contents import Trait
 from qtk.operators.op_row import Mask, Precision
@@ -132,8 +133,10 @@ def calibrate(
         simulation.quantizers[site].load_encoding(encoding)
     if precise_in(simulation.target) == "float":
         large: dict[Site, LargeStep] = found_where(OF_EXPONENTS, contents, lambda: large_exponents(simulation), {})
-        for site, found in (large | samples.uneven_channels(simulation)).items():
-            masked |= dict.fromkeys((site, *found.constants), found.reason)
+        large |= samples.uneven_channels(simulation)
+        for share in exchanged(large, None) if several_ranks() else [large]:  # a rank sees channels of its own data
+            for site, found in share.items():
+                masked |= dict.fromkeys((site, *found.constants), found.reason)
     simulation = drop_sites(simulation, masked) if masked else simulation
     if any(decided.factors for decided in simulation.plan.values()):
         raise_scales(simulation)
@@ -275,7 +278,7 @@ def _observed_on_data(
             if tokens is not None:
                 while_data_run.enter_context(tokens.listening())
             while_data_run.enter_context(samples.followed())
-            while_data_run.enter_context(_marks_told(simulation, samples.front))
+            while_data_run.enter_context(missing_values_told(simulation, samples.front))
             run_all(simulation.model, data.batches, forward=data.forward if tokens is None else
                     tokens.forward(data.forward), num_batches=data.num_batches, label="calibrating",
                     progress=data.progress)
@@ -284,23 +287,6 @@ def _observed_on_data(
     except Exception as error:  # the other ranks are waiting
         problem = error
     return joined(observers, device_of(simulation.model), problem)
-
-
-@contextmanager
-def _marks_told(simulation: Simulation, front: Sequence[Site]) -> Iterator[None]:
-    """Adds to an error for values in front of all layers which setting keeps NaN in them."""
-    try:
-        yield
-    except CalibrationError as error:
-        plan, named = simulation.plan, {site for site in simulation.plan if f" {site.name}: " in str(error)}
-        sharing = [site for site in front if named & {site, plan[site].leader}]
-        inside = [f"{{match: {{path: {site.name.partition(':')[0]}}}, output: float}}" for site in sharing
-                  if site.port != "input"]
-        settings = ["io: {inputs: float}"] if len(inside) < len(sharing) else []
-        settings += [f"rules: [{', '.join(inside)}]"] if inside else []
-        if settings:
-            raise CalibrationError(f"{error}; if NaN marks what is missing, {' and '.join(settings)}") from None
-        raise
 
 
 def _maskable_leaders(simulation: Simulation) -> set[Site]:

@@ -24,8 +24,8 @@ from qtk.operators.op_row import Precision
 FEWEST_VALUES = 64
 """Values of each channel that its range is known by."""
 
-FEWEST_CODES = 16.0
-"""Codes that the range of a channel must have, of 8 bits."""
+SMALLEST_SHARE = 1 / 16
+"""Of a range, that each channel must fill: a sixteenth has four bits less."""
 
 
 class ChannelRanges:
@@ -56,14 +56,14 @@ class ChannelRanges:
 
 
 def front_axes(simulation: Simulation, sites: Container[Site]) -> dict[Site, tuple[int, ...]]:
-    """The sites that nothing but inputs and constants reach, and the axes that may count their channels."""
+    """The sites that nothing but inputs of floats and constants reach, and the axes that may count their channels."""
     by_name = {site.name: site for site in simulation.plan if site in sites}
     found: dict[Site, tuple[int, ...]] = {}
     for graph in roots(simulation.model).values():
         flow, front = Flow(graph.graph), set[fx.Node]()
         for node in graph.graph.nodes:
             read = front.intersection(node.all_input_nodes)
-            if node.op != "placeholder" and not (read and not _is_layer(flow, node)):
+            if not (is_float(node) if node.op == "placeholder" else read and not _is_layer(flow, node)):
                 continue
             front.add(node)
             site = by_name.get(str(label(node, SITE))) if quantizer_called(node) is not None else None
@@ -74,38 +74,39 @@ def front_axes(simulation: Simulation, sites: Container[Site]) -> dict[Site, tup
 
 
 def uneven_channels(ranges: ChannelRanges, axes: Iterable[Site], simulation: Simulation) -> dict[Site, LargeStep]:
-    """The sites in front of layers whose range leaves a channel less than ``FEWEST_CODES``, and why.
+    """The sites in front of layers of whose range a channel fills less than ``SMALLEST_SHARE``, and why.
 
     Leaves out values that a layer reads as they are, as its weights may hold the units, and it needs one range; and
     values that share the encoding of others.
     """
-    codes = {site.name: few for site in axes if (few := _codes(ranges, site, simulation)) is not None}
+    shares = {site.name: share for site in axes if (share := _share(ranges, site, simulation)) is not None}
     sites = {site.name: site for site in simulation.plan}
     found: dict[Site, LargeStep] = {}
-    for graph in roots(simulation.model).values() if codes else ():
+    for graph in roots(simulation.model).values() if shares else ():
         flow = Flow(graph.graph)
         for node in graph.graph.nodes:
             name = str(label(node, SITE)) if quantizer_called(node) is not None else ""
-            if name not in codes:
+            if name not in shares:
                 continue
-            walk = _Walk(flow, codes)
+            walk = _Walk(flow, shares)
             if walk.follow(node):
                 constants = tuple(sites[constant] for constant in dict.fromkeys(walk.constants))
-                reason = f"a channel of it has {codes[name]:.2g} codes of its range"
-                found[sites[name]] = LargeStep(reason, FEWEST_CODES / codes[name], constants)
+                reason = f"a channel of it fills {shares[name]:.2g} of its range"
+                found[sites[name]] = LargeStep(reason, SMALLEST_SHARE / shares[name], constants)
     others = {decided.leader or site for site, decided in simulation.plan.items() if site not in found}
     return {site: step for site, step in found.items() if (simulation.plan[site].leader or site) not in others}
 
 
-def _codes(ranges: ChannelRanges, site: Site, simulation: Simulation) -> float | None:
-    """The fewest codes that a channel has, if these are too few; 0 is none, of a channel of one value."""
+def _share(ranges: ChannelRanges, site: Site, simulation: Simulation) -> float | None:
+    """The least share of its range that a channel of several values fills, if it is too small."""
     quantizer = simulation.quantizers.get(site)
     encoding = None if quantizer is None or quantizer.frozen else quantizer.encoding
     if encoding is None or encoding.scale.numel() > 1 or encoding.spec.dtype.bits > 8:
         return None
-    fewest = [float((high - low).where(high > low, torch.inf).min() / encoding.scale)
+    width = encoding.scale * int(encoding.spec.qmax - encoding.spec.qmin)
+    shares = [float((high - low).where(high > low, torch.inf).min() / width)
               for low, high in ranges.known(site).values()]
-    return min(few) if (few := [each for each in fewest if each < FEWEST_CODES]) else None
+    return min(shares) if shares and min(shares) < SMALLEST_SHARE else None
 
 
 def _is_layer(flow: Flow, node: fx.Node) -> bool:

@@ -76,7 +76,7 @@ def test_columns_keep_their_digits_until_they_are_in_one_range(scaled):
 
 @pytest.mark.parametrize("scaled", ["batch norm of a clamp", "batch norm behind where"])
 def test_a_target_in_integers_names_them(scaled):
-    with pytest.warns(UserWarning, match=r"x:input .*has .* codes of its range"):
+    with pytest.warns(UserWarning, match=r"x:input .*fills .* of its range"):
         calibrated(ROWS[scaled], "default", (64, 3))
 
 
@@ -160,7 +160,7 @@ def test_columns_in_several_units_stay_in_float_until_they_are_alike(scaled):
     assert loss_db(model, sim, UNSEEN) > 20
     assert "x:input" not in sim.quantizers
     reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
-    assert re.fullmatch(r"a channel of it has \S+ codes of its range", reasons["x:input"])
+    assert re.fullmatch(r"a channel of it fills \S+ of its range", reasons["x:input"])
     assert sim.quantizers["div:out" if scaled is by_quotient else "add:out"].encoding.spec.dtype.bits == 8
 
 
@@ -209,7 +209,7 @@ def test_an_image_that_is_normalized_in_the_model_is_quantized():
 @pytest.mark.parametrize("scaled", [by_quotient, by_names])
 def test_a_target_without_floats_warns_and_the_rules_that_it_shows_hold_the_columns(scaled):
     model = Table(scaled)
-    with pytest.warns(UserWarning, match="codes of its range") as told:
+    with pytest.warns(UserWarning, match="of its range") as told:
         assert loss_db(model, calibrated_on(model, DATA, "qnn_htp"), UNSEEN) < 10
     (text,) = [str(each.message) for each in told if "of its range" in str(each.message)]
     rules = [yaml.safe_load(rule) for rule in re.findall(r"{match: {path: '\w+'}, output: float}", text)]
