@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import qtk
 from qtk.calibrators.entropy import Entropy
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerChannel, PerTensor
@@ -47,7 +48,8 @@ def brute_force(x, spec):
         zero = min(int((middles < 0).sum()), 2 * BINS - 1)
         beside = [counts[i] for i in (zero - 1, zero + 1) if 0 <= i < len(counts)]
         counts[zero] = min(counts[zero], max(beside))
-    fractions = [i / STEPS for i in range(STEPS, 0, -1)]
+    levels = int(spec.qmax - spec.qmin) + 1
+    fractions = [i / STEPS for i in range(STEPS, 0, -1) if i / STEPS * BINS >= levels]
     return fractions, [divergence(middles, counts, low * f, high * f, spec) for f in fractions]
 
 
@@ -68,6 +70,20 @@ def test_the_least_divergence_of_all(name, spec, static):
     low, high = (torch.tensor([float(x.min()), float(x.max())], dtype=torch.float64) * possible[0]).split(1)
     scale, _ = choose_range(low, high, spec)
     assert torch.equal(encoding.scale, scale)
+
+
+@pytest.mark.medium
+def test_gates_that_are_open_or_shut_keep_both():
+    pytest.importorskip("sklearn")
+    from qtk.demo.digits import load_digits_split
+    from qtk.demo.models import build
+
+    images = load_digits_split().train_images[:512].split(64)
+    sim = qtk.QuantSim(build("digits_lstm"), images[0], scheme="entropy")
+    sim.compute_encodings(images, progress=False)
+    gates = {name: float(each.encoding.maximum) for name, each in sim.quantizers.items() if "_gate:out" in name}
+    assert len(gates) == 16
+    assert min(gates.values()) > 0.5, gates
 
 
 def test_sites_searched_together_get_what_each_gets_alone():
