@@ -31,6 +31,8 @@ from qtk.public import public
 
 ELEMENTS_A_BIN = 16
 MOST_STEPS = 10_000
+NARROWEST = 1 / 16
+"""Part of the observed range: 128 of 2,048 bins, with which TensorRT begins."""
 ROUNDING = 1e-12
 """Divergences closer than this count as equal."""
 AT_ONCE = 1 << 18
@@ -42,10 +44,10 @@ AT_ONCE = 1 << 18
 class Entropy:
     """Minimises the divergence over ``i/steps`` times the observed range, i up to steps.
 
-    Ranges have as many bins as codes at least: in narrower ones each bin has a code of its own, and what they clip
-    hardly counts. The widest of equal ranges wins. A scale with fewer than 16 elements per bin, or no more bins than
-    codes, keeps its full range, as in the tools named above; so do the channels of most weights. Floating-point formats
-    keep it too.
+    Ranges have as many bins as codes at least, and a sixteenth of all: in narrower ones each bin has a code of its own,
+    and what they clip hardly counts. The widest of equal ranges wins. A scale with fewer than 16 elements per bin, or
+    no more bins than codes, keeps its full range, as in the tools named above; so do the channels of most weights.
+    Floating-point formats keep it too.
 
     Args:
         bins: smallest number of histogram bins over the range.
@@ -78,7 +80,7 @@ class Entropy:
         enough = torch.as_tensor(samples.counts).sum(1) >= fewest
         samples = _without_zeros(samples)
         fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=samples.low.device) / self.steps
-        fractions = fractions[fractions * self.bins >= levels]
+        fractions = fractions[fractions >= max(levels / self.bins, NARROWEST)]
         divergences = torch.cat([
             self._divergences(samples, some_fractions, spec)
             for some_fractions in fractions.split(max(1, AT_ONCE // int(samples.scales * levels)))  # type: ignore[no-untyped-call]

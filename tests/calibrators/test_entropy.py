@@ -49,7 +49,7 @@ def brute_force(x, spec):
         beside = [counts[i] for i in (zero - 1, zero + 1) if 0 <= i < len(counts)]
         counts[zero] = min(counts[zero], max(beside))
     levels = int(spec.qmax - spec.qmin) + 1
-    fractions = [i / STEPS for i in range(STEPS, 0, -1) if i / STEPS * BINS >= levels]
+    fractions = [i / STEPS for i in range(STEPS, 0, -1) if i / STEPS >= max(levels / BINS, 1 / 16)]
     return fractions, [divergence(middles, counts, low * f, high * f, spec) for f in fractions]
 
 
@@ -73,13 +73,14 @@ def test_the_least_divergence_of_all(name, spec, static):
 
 
 @pytest.mark.medium
-def test_gates_that_are_open_or_shut_keep_both():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gates_that_are_open_or_shut_keep_both(bits):
     pytest.importorskip("sklearn")
     from qtk.demo.digits import load_digits_split
     from qtk.demo.models import build
 
     images = load_digits_split().train_images[:512].split(64)
-    sim = qtk.QuantSim(build("digits_lstm"), images[0], scheme="entropy")
+    sim = qtk.QuantSim(build("digits_lstm"), images[0], scheme="entropy", activation_bits=bits)
     sim.compute_encodings(images, progress=False)
     gates = {name: float(each.encoding.maximum) for name, each in sim.quantizers.items() if "_gate:out" in name}
     assert len(gates) == 16
