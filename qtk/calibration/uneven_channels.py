@@ -62,8 +62,9 @@ def front_axes(simulation: Simulation, sites: Container[Site]) -> dict[Site, tup
     for graph in roots(simulation.model).values():
         flow, front = Flow(graph.graph), set[fx.Node]()
         for node in graph.graph.nodes:
-            read = front.intersection(node.all_input_nodes)
-            if not (is_float(node) if node.op == "placeholder" else read and not _is_layer(flow, node)):
+            holds_floats = is_float(node) or isinstance(node.meta.get("val"), (list, tuple))  # not a size
+            is_reached = node.op == "placeholder" or not front.isdisjoint(node.all_input_nodes)
+            if not holds_floats or not is_reached or _is_layer(flow, node):
                 continue
             front.add(node)
             site = by_name.get(str(label(node, SITE))) if quantizer_called(node) is not None else None

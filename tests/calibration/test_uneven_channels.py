@@ -9,7 +9,7 @@ import yaml
 from torch import nn
 
 import qtk
-from qtk.calibration.uneven_channels import FEWEST_VALUES, ChannelRanges
+from qtk.calibration.uneven_channels import FEWEST_VALUES, ChannelRanges, front_axes
 from qtk.core.site import Site
 from qtk.numerics.error import sqnr_db
 
@@ -219,3 +219,17 @@ def test_a_target_without_floats_warns_and_the_rules_that_it_shows_hold_the_colu
     assert loss_db(model, sim, UNSEEN) > 20
     reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
     assert re.fullmatch("r?sub computes with floats", reasons["mean"])
+
+
+def test_sizes_of_an_input_lead_to_no_value():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm, self.token = nn.Linear(8, 8), nn.LayerNorm(8), nn.Parameter(torch.randn(1, 1, 8))
+
+        def forward(self, x):
+            tokens = self.token.expand(x.shape[0], -1, -1) * 2
+            return self.norm(self.layer(x * 2) + tokens)
+
+    sim = qtk.QuantSim(Tokens().eval(), torch.randn(4, 3, 8))
+    assert {site.name for site in front_axes(sim.simulation, set(sim.simulation.plan))} == {"x:input", "mul_1:out"}
