@@ -111,7 +111,7 @@ class SiteSamples:
         """These samples and the samples of ``later``, which replace these where both have some of a site."""
         both = copy(self)
         both._values = defaultdict(list, {**self._values, **later._values})
-        both.__dict__["members"] = {**self.members, **later.members}
+        both.members = {**self.members, **later.members}
         both._on_host = None
         both._rounded = defaultdict(list, {**self._rounded, **later._rounded})
         return both

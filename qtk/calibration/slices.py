@@ -16,7 +16,7 @@ from qtk.calibration.sampled_values import some_values
 from qtk.calibration.uneven_channels import ChannelRanges
 from qtk.core.site import Site
 from qtk.graph.evaluate import evaluate
-from qtk.graph.flow import Flow, ancestors
+from qtk.graph.flow import Flow
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
@@ -25,8 +25,11 @@ from qtk.operators.contents import CONVOLUTIONS
 from qtk.operators.lookup import row_of
 from qtk.operators.op_row import Role
 
-KINDS = frozenset({"slice", "split"})
+BY_PLACE = frozenset({"slice", "split"})
 """Ops that take elements by their places, whatever these hold."""
+
+SLICES = BY_PLACE | {"getitem", "pick", "gather"}
+"""Ops that take some of the values of a tensor, which may have a range of their own."""
 
 MOST_SLICES = 8
 """Slices of one value; more are steps of a loop, of one range."""
@@ -99,17 +102,18 @@ def _returned_channels(flow: Flow, quantized: fx.Node) -> int | None:
 def _slices(flow: Flow, quantized: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """Yields the slices of a value that follow from it alone, with the names of edges; none if they are many."""
     found = {port.value: port for port in flow.readers(quantized)
-             if is_float(port.value) and _takes_a_slice(flow, quantized, port.value)}
+             if is_float(port.value) and is_slice(flow, quantized, port.value, BY_PLACE)}
     if len(found) <= MOST_SLICES:
         for part, port in found.items():
             if _follows_from(part, quantized):
                 yield (value_site(part) if port.user.op == "output" else edge_site(port)).name, part
 
 
-def _takes_a_slice(flow: Flow, value: fx.Node, moved: fx.Node | None) -> bool:
+def is_slice(flow: Flow, value: fx.Node, moved: fx.Node | None, kinds: Container[str] = SLICES) -> bool:
+    """Says whether one of some ops lies between a value and what moves its elements."""
     while moved is not None and moved is not value:
         row = flow.row(moved)
-        if row is not None and row.kind in KINDS:
+        if row is not None and row.kind in kinds:
             return True
         moved = flow.carried(moved)
     return False
@@ -117,13 +121,20 @@ def _takes_a_slice(flow: Flow, value: fx.Node, moved: fx.Node | None) -> bool:
 
 def _follows_from(part: fx.Node, quantized: fx.Node) -> bool:
     """Says whether a slice is computed from a value, its sizes and constants by ops that move elements."""
-    known = {quantized, quantized.all_input_nodes[0]}
-    between = {part, *ancestors([part])} - known - ancestors(known)
-    return all(_is_simple(node) and known.union(between).issuperset(node.all_input_nodes) for node in between)
+    seen, pending = {quantized, quantized.all_input_nodes[0]}, [part]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            if not _is_simple(node):
+                return False
+            seen.add(node)
+            pending += node.all_input_nodes
+    return True
 
 
 def _is_simple(node: fx.Node) -> bool:
-    """Says whether a node is a size, a constant, or an op that moves elements."""
+    """Says whether a node is a size, a constant, or an op that moves elements; not an input."""
     row = row_of(node)
-    return node.op == "get_attr" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)) or (
-        row is not None and row.role is Role.MOVEMENT) or node.target is operator.getitem
+    is_size = not isinstance(node.meta.get("val"), (Tensor, list, tuple))
+    is_moved = node.target is operator.getitem or (row is not None and row.role is Role.MOVEMENT)
+    return node.op == "get_attr" or (node.op != "placeholder" and (is_size or is_moved))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtk.calibration.site_samples import SiteSamples
+from qtk.calibration.slices import is_slice
 from qtk.calibration.width_check import LargeStep, UnheldInput
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
@@ -27,9 +28,6 @@ LARGEST_RATIO = 16.0
 HANDS_ON = frozenset({Scaling.KEPT, Scaling.CLAMPED, Scaling.MOVED, Scaling.WINDOWED, Scaling.REDUCED, Scaling.ADDED,
                       Scaling.MULTIPLIED, Scaling.DIVIDED})
 """What the ops do with factors of channels whose results are as uneven as what they read."""
-
-SLICES = frozenset({"split", "slice", "getitem", "pick", "gather"})
-"""Ops that take some of the values of a merge, which may have a range of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,12 @@ def uneven_inputs(samples: SiteSamples, simulation: Simulation) -> list[UnheldIn
     """
     sites = {site.name: site for site in simulation.plan}
     walks: dict[Site, list[_Walk | None]] = {}
-    for graph in roots(simulation.model).values():
-        for node in graph.graph.nodes if samples.members else ():
+    for graph in roots(simulation.model).values() if samples.members else ():
+        flow = Flow(graph.graph)
+        for node in graph.graph.nodes:
             site = sites.get(str(label(node, SITE))) if quantizer_called(node) is not None else None
             if site is not None and site.port == "input" and site in samples.members:
-                walk = _Walk(Flow(graph.graph))
+                walk = _Walk(flow)
                 walks.setdefault(site, []).append(walk if walk.follow(node) else None)
     found = []
     for site, own in walks.items():
@@ -144,21 +143,14 @@ class _Walk:
         """Collects the sites of ``value`` and the ops that pass its ranges; false if a product reads one as a whole."""
         if quantizer_called(value) is not None:
             self.outputs.append(str(label(value, SITE)))
-        return all(self._reads(port.user, self._is_slice(value, port.value)) for port in self._flow.readers(value))
+        flow = self._flow
+        return all(self._reads(port.user, is_slice(flow, value, port.value)) for port in flow.readers(value))
 
-    def _reads(self, user: fx.Node, is_slice: bool) -> bool:
+    def _reads(self, user: fx.Node, reads_slice: bool) -> bool:
         if quantizer_called(user) is not None:
-            return is_slice or self.follow(user)
+            return reads_slice or self.follow(user)
         row = self._flow.row(user) if user.op != "output" else None
         if row is not None and row.multiplies:
-            self.readers += [value_site(user).name.partition(":")[0]] if is_slice else []
-            return is_slice
-        return is_slice or row is None or row.scales_as not in HANDS_ON or self.follow(user)
-
-    def _is_slice(self, value: fx.Node, moved: fx.Node | None) -> bool:
-        while moved is not None and moved is not value:
-            row = self._flow.row(moved)
-            if row is not None and row.kind in SLICES:
-                return True
-            moved = self._flow.carried(moved)
-        return False
+            self.readers += [value_site(user).name.partition(":")[0]] if reads_slice else []
+            return reads_slice
+        return reads_slice or row is None or row.scales_as not in HANDS_ON or self.follow(user)
